@@ -1,0 +1,279 @@
+"""`manifest.json`: everything the runtime needs to know about a bundle, parsed in one place."""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import BundleError, field_error
+from .files import atomic_file, safe_path, sha256_from_file
+from .records import record_from_dict, record_to_json
+from .tensors import DRAFT, TARGET, CacheShape, DType, GraphIO
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+TAP_CONVENTION = "tap i = output of decoder layer i (0-based), before the final norm"
+
+
+class Verify(enum.Enum):
+    """How much of a bundle is checked when it is opened."""
+
+    HASHES = "hashes"
+    SIZES = "sizes"
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """Size in bytes and SHA-256 of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class GraphInfo:
+    """One ONNX graph: its file, versions, interface, and the named intermediate values in it."""
+
+    file: str
+    opset: int
+    ir_version: int
+    io: GraphIO
+    stages: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """The target model."""
+
+    family: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    embedding_rows: int
+    cache: CacheShape
+
+
+@dataclass(frozen=True)
+class SelectorInfo:
+    """DFlash2's candidate selector."""
+
+    rank: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class ConvInfo:
+    """DFlash2's grouped dynamic convolutions."""
+
+    kernel_size: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class DraftInfo:
+    """The draft model. `first_proposal_row` is 1, or 0 where the anchor's own row proposes a token."""
+
+    family: str
+    format: str
+    hidden_size: int
+    num_layers: int
+    block_size: int
+    first_proposal_row: int
+    mask_token_id: int
+    taps: tuple[int, ...]
+    cache: CacheShape
+    draft_vocab_size: int
+    conv: ConvInfo | None = None
+    selector: SelectorInfo | None = None
+    tap_convention: str = TAP_CONVENTION
+
+    @property
+    def proposals(self) -> int:
+        """Tokens proposed a round."""
+        return self.block_size - self.first_proposal_row
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """Text side. Paths are inside the bundle; `special` holds the template's named tokens as text."""
+
+    file: str | None = None
+    chat_template: str | None = None
+    special: dict[str, str] = field(default_factory=dict)
+    bos_token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a checkpoint came from: its format, its name, and the hashes of the files that were read."""
+
+    format: str
+    name: str
+    dtype: str
+    files: dict[str, FileInfo] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """One built engine. `compute_capabilities` is empty where the engine fits the building GPU only."""
+
+    graph: str
+    backend: str
+    version: str
+    file: str
+    precision: str
+    compute_capabilities: tuple[str, ...]
+    graph_sha256: str
+    profiles: dict[str, dict[str, tuple[tuple[int, ...], ...]]]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A bundle's contract.
+
+    `max_length` is the longest sequence (prompt and output) in tokens; caches hold `max_length +
+    slack_slots` slots, so that a whole block may be verified and padded up to the very end.
+    """
+
+    schema_version: int
+    name: str
+    dtype: DType
+    float32_parts: tuple[str, ...]
+    max_length: int
+    slack_slots: int
+    target: TargetInfo
+    draft: DraftInfo
+    stop_token_ids: tuple[int, ...]
+    tokenizer: TokenizerInfo
+    graphs: dict[str, GraphInfo]
+    provenance: dict[str, Provenance]
+    exported_with: dict[str, str]
+    files: dict[str, FileInfo]
+    engines: dict[str, EngineInfo] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Check what a hand-edited manifest could break.
+
+        Raises:
+            BundleError: naming the field, the value and what it must be.
+        """
+
+        def need(ok: bool, what: str, got: object, expected: str) -> None:
+            if not ok:
+                raise field_error(BundleError, f"{MANIFEST}: {what}", got, expected)
+
+        draft, target = self.draft, self.target
+        need(self.max_length >= 2, "max_length", self.max_length, ">= 2")
+        need(draft.block_size >= 2, "draft.block_size", draft.block_size, ">= 2")
+        need(
+            self.slack_slots >= draft.block_size,
+            "slack_slots",
+            self.slack_slots,
+            f">= block_size ({draft.block_size})",
+        )
+        need(
+            0 <= draft.mask_token_id < target.embedding_rows,
+            "draft.mask_token_id",
+            draft.mask_token_id,
+            f"0 <= id < {target.embedding_rows} (rows of the target's embedding)",
+        )
+        need(
+            draft.first_proposal_row in (0, 1),
+            "draft.first_proposal_row",
+            draft.first_proposal_row,
+            "0 or 1",
+        )
+        need(draft.tap_convention == TAP_CONVENTION, "draft.tap_convention", draft.tap_convention, TAP_CONVENTION)
+        need(bool(draft.taps), "draft.taps", draft.taps, "at least one tap")
+        for tap in draft.taps:
+            need(
+                0 <= tap < target.num_layers,
+                "draft.taps",
+                tap,
+                f"0 <= tap < {target.num_layers} (layers of the target)",
+            )
+        for stop in self.stop_token_ids:
+            need(
+                0 <= stop < target.embedding_rows,
+                "stop_token_ids",
+                stop,
+                f"0 <= id < {target.embedding_rows}",
+            )
+        for name in (TARGET, DRAFT):
+            need(name in self.graphs, "graphs", sorted(self.graphs), f"a graph named {name!r}")
+        needed = [g.file for g in self.graphs.values()]
+        needed += [w for g in self.graphs.values() for w in g.weights]
+        needed += [f for f in (self.tokenizer.file, self.tokenizer.chat_template) if f]
+        needed += [e.file for e in self.engines.values()]
+        for path in needed:
+            need(path in self.files, "files", path, "every file the manifest uses, with size and hash")
+
+
+def manifest_to_file(manifest: Manifest, directory: Path) -> None:
+    """Write the manifest whole or not at all."""
+    with atomic_file(directory / MANIFEST) as path:
+        path.write_text(record_to_json(manifest), encoding="utf-8")
+
+
+def manifest_from_bundle(directory: Path, verify: Verify = Verify.HASHES) -> Manifest:
+    """Read and check a bundle's manifest and files.
+
+    Args:
+        directory: the bundle.
+        verify: compare every file's size and hash (default), or its size only.
+
+    Raises:
+        BundleError: no bundle there, a key is wrong, or a file is missing, changed or outside.
+    """
+    directory = Path(directory)
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise BundleError(
+            f"bundle: no {MANIFEST} in {str(directory)!r}, expected a directory made by `dflash export`"
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as cause:
+        raise BundleError(f"{MANIFEST}: not readable as JSON ({cause}); export again") from cause
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        raise field_error(
+            BundleError,
+            f"{MANIFEST}: schema_version",
+            version,
+            str(SCHEMA_VERSION),
+            "export again with this version of dflash-deploy",
+        )
+    manifest = record_from_dict(Manifest, data, MANIFEST)
+    manifest.check()
+    check_files(manifest, directory, verify)
+    return manifest
+
+
+def check_files(manifest: Manifest, directory: Path, verify: Verify) -> None:
+    """Compare the files on disk with the manifest; see `manifest_from_bundle` for what is raised."""
+    for relative, info in manifest.files.items():
+        path = safe_path(directory, relative)
+        if not path.is_file():
+            raise BundleError(f"{relative}: missing from the bundle; copy it whole or export again")
+        size = path.stat().st_size
+        if size != info.bytes:
+            raise BundleError(
+                f"{relative}: got {size} bytes, expected {info.bytes}; copy it again or export again"
+            )
+        if verify is Verify.HASHES:
+            digest = sha256_from_file(path)
+            if digest != info.sha256:
+                raise BundleError(
+                    f"{relative}: got SHA-256 {digest}, expected {info.sha256}; it was changed after export"
+                )
+
+
+def file_info(path: Path) -> FileInfo:
+    """Measure one file."""
+    return FileInfo(path.stat().st_size, sha256_from_file(path))

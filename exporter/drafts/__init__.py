@@ -1,0 +1,1 @@
+"""Draft checkpoints: one spec, one loader per published format."""

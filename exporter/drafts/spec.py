@@ -1,0 +1,112 @@
+"""`DraftSpec`: what a draft computes, complete, whatever format it was published in."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from ..rope import RopeSpec
+
+
+class DraftFormat(enum.Enum):
+    """Who published the checkpoint's layout."""
+
+    ZLAB = "z-lab"
+    SPECULATORS = "speculators"
+
+
+class DraftFamily(enum.Enum):
+    """Which network."""
+
+    DFLASH = "dflash"
+    DFLASH2 = "dflash2"
+
+
+class WindowOrigin(enum.Enum):
+    """What a sliding window is measured from.
+
+    QUERY: a query at position p sees keys with ``|p - key| < window`` (z-lab; only the past if causal).
+    ANCHOR: context keys with ``anchor - key < window`` (speculators; see its attention mask for the exact
+    bound), the block itself is not windowed.
+    """
+
+    QUERY = "query"
+    ANCHOR = "anchor"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Attention of one draft layer. `window` is in tokens, None = all context."""
+
+    window: int | None
+    causal: bool
+    window_origin: WindowOrigin = WindowOrigin.QUERY
+
+
+@dataclass(frozen=True)
+class ConvSpec:
+    """Grouped dynamic convolutions around attention and MLP of each layer (DFlash2)."""
+
+    kernel_size: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class SelectorSpec:
+    """Candidate selector (DFlash2)."""
+
+    rank: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """Everything that decides what a draft computes.
+
+    Attributes:
+        taps: 0-based target layers whose outputs are the context features, in the order they are
+            concatenated; tap i = output of decoder layer i = Hugging Face ``hidden_states[i + 1]``.
+            The value ``num_target_layers`` is not a tap here; a format's "final hidden state" is refused
+            or mapped by its loader.
+        num_target_layers: depth of the target, where the checkpoint says it.
+        first_proposal_row: 1: rows 1.. of the block predict their own position; 0: every row predicts the
+            next position (speculators' sample_from_anchor).
+        vocab_size: rows of the target's vocabulary as the draft's config states it.
+        draft_vocab_size: rows of the draft's own head, None = the target's head is used.
+        tensors: checkpoint tensor for each canonical parameter name (see `drafts/names.py`).
+    """
+
+    format: DraftFormat
+    family: DraftFamily
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    hidden_act: str
+    attention_bias: bool
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeSpec, ...]
+    taps: tuple[int, ...]
+    num_target_layers: int | None
+    target_hidden_size: int
+    block_size: int
+    first_proposal_row: int
+    mask_token_id: int
+    vocab_size: int
+    draft_vocab_size: int | None
+    input_embedding_scale: float
+    output_multiplier: float
+    logit_softcap: float | None
+    conv: ConvSpec | None
+    selector: SelectorSpec | None
+    learned_mask: bool
+    max_position_embeddings: int
+    checkpoint_dtype: str
+    tensors: tuple[tuple[str, str], ...]
+
+    @property
+    def proposals(self) -> int:
+        """Tokens proposed a round."""
+        return self.block_size - self.first_proposal_row

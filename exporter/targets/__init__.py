@@ -1,0 +1,1 @@
+"""Target checkpoints: one spec, one small file per family."""
