@@ -34,9 +34,7 @@ def safe_path(root: Path, relative: str) -> Path:
     """
     pure = PurePosixPath(relative)
     if pure.is_absolute() or ".." in pure.parts or "\\" in relative or not pure.parts:
-        raise BundleError(
-            f"path in manifest: got {relative!r}, expected a relative path inside the bundle"
-        )
+        raise BundleError(f"path in manifest: got {relative!r}, expected a relative path inside the bundle")
     path = root
     for part in pure.parts:
         path = path / part
@@ -91,11 +89,13 @@ def _swap(work: Path, final: Path) -> None:
         os.rename(work, final)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".old", dir=final.parent))
-    os.rename(final, old / "bundle")
+    kept = old / "bundle"
     try:
+        os.rename(final, kept)
         os.rename(work, final)
     except BaseException:
-        os.rename(old / "bundle", final)
+        if kept.exists() and not final.exists():
+            os.rename(kept, final)
         raise
     finally:
         shutil.rmtree(old, ignore_errors=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import BundleError, field_error
 from .files import atomic_file, safe_path, sha256_from_file
+from .limits import ShapeLimits
 from .records import record_from_dict, record_to_json
 from .tensors import DRAFT, TARGET, CacheShape, DType, GraphIO
 
@@ -118,9 +120,40 @@ class Provenance:
     note: str = ""
 
 
+class EngineFlag(enum.Enum):
+    """What is special about an engine.
+
+    Members:
+        DECOMPOSABLE_ATTENTION: attention may run as separate matrix products and a softmax.
+        STRIPPED: holds no weights; it is refitted from the bundle when it is loaded.
+        WEIGHT_STREAMING: may keep part of its weights in host memory.
+        USER_ALLOCATION: takes its working memory from the caller, so that its passes can be captured.
+    """
+
+    DECOMPOSABLE_ATTENTION = "decomposable-attention"
+    STRIPPED = "stripped"
+    WEIGHT_STREAMING = "weight-streaming"
+    USER_ALLOCATION = "user-allocation"
+
+
 @dataclass(frozen=True)
 class EngineInfo:
-    """One built engine. `compute_capabilities` is empty where the engine fits the building GPU only."""
+    """One built engine.
+
+    Attributes:
+        graph: the graph it was built from.
+        backend: the library that built it.
+        version: the library's version, to the last part.
+        file: path inside the bundle.
+        precision: element type of weights and caches.
+        compute_capabilities: GPU generations it runs on.
+        graph_sha256: hash of the graph's file at the time.
+        profiles: for each profile, in the engine's order, the (least, typical, largest) size of each axis.
+        limits: the limits that the profiles were planned for.
+        weights_sha256: hash of each weight file at the time.
+        flags: what is special about it.
+        plugin: name and version of the plugin it needs, e.g. ``dflash::GroupedDynamicConv 1``.
+    """
 
     graph: str
     backend: str
@@ -129,7 +162,11 @@ class EngineInfo:
     precision: str
     compute_capabilities: tuple[str, ...]
     graph_sha256: str
-    profiles: dict[str, dict[str, tuple[tuple[int, ...], ...]]]
+    profiles: dict[str, dict[str, tuple[int, int, int]]]
+    limits: ShapeLimits
+    weights_sha256: dict[str, str] = field(default_factory=dict)
+    flags: tuple[EngineFlag, ...] = ()
+    plugin: str | None = None
 
 
 @dataclass(frozen=True)
@@ -188,7 +225,12 @@ class Manifest:
             draft.first_proposal_row,
             "0 or 1",
         )
-        need(draft.tap_convention == TAP_CONVENTION, "draft.tap_convention", draft.tap_convention, TAP_CONVENTION)
+        need(
+            draft.tap_convention == TAP_CONVENTION,
+            "draft.tap_convention",
+            draft.tap_convention,
+            TAP_CONVENTION,
+        )
         need(bool(draft.taps), "draft.taps", draft.taps, "at least one tap")
         for tap in draft.taps:
             need(
@@ -206,6 +248,13 @@ class Manifest:
             )
         for name in (TARGET, DRAFT):
             need(name in self.graphs, "graphs", sorted(self.graphs), f"a graph named {name!r}")
+        for name, engine in self.engines.items():
+            need(
+                engine.graph in self.graphs,
+                f"engines.{name}.graph",
+                engine.graph,
+                f"one of {sorted(self.graphs)}",
+            )
         needed = [g.file for g in self.graphs.values()]
         needed += [w for g in self.graphs.values() for w in g.weights]
         needed += [f for f in (self.tokenizer.file, self.tokenizer.chat_template) if f]
@@ -231,7 +280,18 @@ def manifest_from_bundle(directory: Path, verify: Verify = Verify.HASHES) -> Man
         BundleError: no bundle there, a key is wrong, or a file is missing, changed or outside.
     """
     directory = Path(directory)
-    path = directory / MANIFEST
+    manifest = manifest_alone(directory)
+    check_files(manifest, directory, verify)
+    return manifest
+
+
+def manifest_alone(directory: Path) -> Manifest:
+    """Read and check a bundle's manifest, and none of the files that it names.
+
+    Raises:
+        BundleError: no bundle there, or a key is wrong.
+    """
+    path = Path(directory) / MANIFEST
     if not path.is_file():
         raise BundleError(
             f"bundle: no {MANIFEST} in {str(directory)!r}, expected a directory made by `dflash export`"
@@ -251,13 +311,22 @@ def manifest_from_bundle(directory: Path, verify: Verify = Verify.HASHES) -> Man
         )
     manifest = record_from_dict(Manifest, data, MANIFEST)
     manifest.check()
-    check_files(manifest, directory, verify)
     return manifest
 
 
-def check_files(manifest: Manifest, directory: Path, verify: Verify) -> None:
-    """Compare the files on disk with the manifest; see `manifest_from_bundle` for what is raised."""
-    for relative, info in manifest.files.items():
+def check_files(
+    manifest: Manifest, directory: Path, verify: Verify, names: Collection[str] | None = None
+) -> None:
+    """Compare the files on disk with the manifest; see `manifest_from_bundle` for what is raised.
+
+    Args:
+        manifest: says what the files are.
+        directory: the bundle.
+        verify: what is compared.
+        names: the files to compare; None compares all.
+    """
+    for relative in manifest.files if names is None else names:
+        info = manifest.files[relative]
         path = safe_path(directory, relative)
         if not path.is_file():
             raise BundleError(f"{relative}: missing from the bundle; copy it whole or export again")

@@ -33,9 +33,7 @@ def record_to_json(record: Any) -> str:
     return json.dumps(record_to_dict(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def record_from_dict(
-    kind: type[T], data: Any, where: str, error: type[DflashError] = BundleError
-) -> T:
+def record_from_dict(kind: type[T], data: Any, where: str, error: type[DflashError] = BundleError) -> T:
     """Parse `data` into the dataclass `kind`.
 
     Args:
@@ -71,8 +69,7 @@ def _decode(hint: Any, data: Any, where: str, error: type[DflashError]) -> Any:
         if len(data) != len(args):
             raise field_error(error, where, data, f"a list of {len(args)}")
         return tuple(
-            _decode(arg, x, f"{where}[{i}]", error)
-            for i, (arg, x) in enumerate(zip(args, data, strict=True))
+            _decode(arg, x, f"{where}[{i}]", error) for i, (arg, x) in enumerate(zip(args, data, strict=True))
         )
     if origin in (dict, Mapping) or hint is dict:
         if not isinstance(data, dict):

@@ -194,7 +194,11 @@ def _download(hub_id: str) -> Path:
 
     try:
         return Path(
-            snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*"])
+            # mask_embedding.pt is never loaded; its presence has to be seen, so that it is refused by name.
+            snapshot_download(
+                hub_id,
+                allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*", "mask_embedding.pt"],
+            )
         )
     except Exception as cause:  # the hub's client raises many kinds; all mean the same to the user
         raise CheckpointError(f"{hub_id}: no such folder here, and the hub did not give it ({cause})") from cause

@@ -6,6 +6,7 @@ import importlib.metadata
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,8 @@ from ..bundle.tensors import CacheShape, DType, GraphIO, TensorInfo
 from . import passes
 from .checkpoint import Checkpoint, checkpoint_from_source
 from .drafts.formats import draft_from_checkpoint
+from .drafts.mask_row import check_embedding_copy, mask_row_from_checkpoint
+from .drafts.names import MASK_EMBEDDING
 from .drafts.spec import DraftSpec
 from .modules.layers import RopeSet
 from .modules.ops import IR_VERSION, OPSET
@@ -116,6 +119,10 @@ def export_bundle(
             raise field_error(
                 OutputError, "max_length", length, f"2 <= length <= {limit}, the target's max_position_embeddings"
             )
+    if pair.draft.learned_mask:
+        with progress.stage("compare embeddings"):
+            embedding = pair.target_checkpoint.read(dict(pair.target.tensors)["embed_tokens.weight"])
+            check_embedding_copy(pair.draft_checkpoint, pair.draft, embedding)
     with atomic_directory(Path(output)) as work:
         _check_space(pair, dtype, work)
         plans = _plans(pair, dtype)
@@ -315,10 +322,11 @@ def _write_weights(
         assert value.dtype is not None and value.shape is not None
         shape = tuple(int(n) for n in value.shape if isinstance(n, int))
         torch_dtype = _TORCH_OF_IR[value.dtype]
-        stored = tensors[canonical]
-        placed, written = writer.add(
-            key, torch_dtype, shape, lambda c=checkpoint, s=stored: c.read(s)  # type: ignore[misc]
-        )
+        if key == "draft." + MASK_EMBEDDING:
+            load = partial(mask_row_from_checkpoint, pair.draft_checkpoint, pair.draft)
+        else:
+            load = partial(checkpoint.read, tensors[canonical])
+        placed, written = writer.add(key, torch_dtype, shape, load)
         places[name] = placed
         progress.advance(written)
     return places

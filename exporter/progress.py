@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ class NullProgress:
         """Do nothing."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class RichProgress:
     """Shows the running stage live on a terminal, and one line for each stage that ended.
 
@@ -44,32 +48,41 @@ class RichProgress:
         """Write to `console`."""
         self._console = console
         self._bytes = 0
-        self._update = lambda: None
+        self._update: Callable[[], None] = _nothing
         self.stages: list[tuple[str, float, int]] = []
 
     @contextmanager
     def stage(self, name: str, total_bytes: int | None = None) -> Iterator[None]:
         """Show a stage with its time and bytes; one that fails is marked."""
-        from rich import progress
-
         start, self._bytes = time.perf_counter(), 0
-        columns = [progress.SpinnerColumn(), progress.TextColumn("{task.description}")]
-        if total_bytes:
-            columns.append(progress.BarColumn(bar_width=24))
-        columns += [progress.DownloadColumn(), progress.TimeElapsedColumn()]
         try:
-            with progress.Progress(*columns, console=self._console, transient=True) as live:
-                task = live.add_task(name, total=total_bytes)
-                self._update = lambda: live.update(task, completed=self._bytes)
+            with self._live(name, total_bytes) if self._console.is_terminal else nullcontext():
                 yield
         except BaseException:
             self._line("[red]x[/red]", name, time.perf_counter() - start)
             raise
-        finally:
-            self._update = lambda: None
         seconds = time.perf_counter() - start
         self.stages.append((name, seconds, self._bytes))
         self._line("[green]*[/green]", name, seconds)
+
+    @contextmanager
+    def _live(self, name: str, total_bytes: int | None) -> Iterator[None]:
+        from rich import progress
+
+        columns: list[progress.ProgressColumn] = [
+            progress.SpinnerColumn(),
+            progress.TextColumn("{task.description}"),
+        ]
+        if total_bytes:
+            columns.append(progress.BarColumn(bar_width=24))
+        columns += [progress.DownloadColumn(), progress.TimeElapsedColumn()]
+        with progress.Progress(*columns, console=self._console, transient=True) as live:
+            task = live.add_task(name, total=total_bytes)
+            self._update = lambda: live.update(task, completed=self._bytes)
+            try:
+                yield
+            finally:
+                self._update = _nothing
 
     def advance(self, done_bytes: int) -> None:
         """Count bytes and show the sum."""

@@ -90,7 +90,8 @@ def rope_from_config(config: Mapping[str, Any], where: str, layer_type: str | No
         _number(theta, path)
     if len(set(thetas.values())) > 1:
         raise CheckpointError(
-            "rope_theta: got " + ", ".join(f"{theta} ({path})" for path, theta in thetas.items())
+            "rope_theta: got "
+            + ", ".join(f"{theta} ({path})" for path, theta in thetas.items())
             + ", expected one value; remove the wrong one"
         )
     path, values = next(iter(dicts.values()), (f"{where}: rope_parameters", {}))
@@ -123,7 +124,7 @@ def _entry(value: object, path: str, layer_type: str | None) -> tuple[str, dict[
         raise field_error(UnsupportedError, f"{path}.{unknown[0]}", value[unknown[0]], "only layer types")
     if layer_type is None:
         layer_type = next(iter(nested))
-        if len({(_meaning(entry), entry.get("rope_theta")) for entry in nested.values()}) > 1:
+        if len({(_meaning(entry), repr(entry.get("rope_theta"))) for entry in nested.values()}) > 1:
             raise field_error(UnsupportedError, path, value, "the same RoPE for every layer type")
     if layer_type not in nested:
         raise field_error(CheckpointError, path, sorted(nested), f"an entry for {layer_type!r}")

@@ -66,7 +66,9 @@ def _load(source: Checkpoint) -> Any:
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        return PreTrainedTokenizerFast.from_pretrained(str(folder.absolute()), local_files_only=True, **options)
+        return PreTrainedTokenizerFast.from_pretrained(
+            str(folder.absolute()), local_files_only=True, **options
+        )
     except Exception as cause:  # damaged files make it raise anything
         raise CheckpointError(
             f"{source.name}: its tokenizer cannot be read ({cause}); download {_TOKENIZER} again"

@@ -95,7 +95,7 @@ def body_from_fields(
     fields.same("quantization_config", None, "quantised draft weights are not implemented")
     fields.use(*_ROPE_KEYS)
     rope = rope_from_config(
-        {**config, "head_dim": head_dim, "max_position_embeddings": longest}, fields.where, rope_layer_type
+        {**config, "head_dim": head_dim, "max_position_embeddings": longest}, fields.place, rope_layer_type
     )
     layer_types, windows = _layers(fields, default)
     return Body(
@@ -135,9 +135,9 @@ def _layers(fields: Fields, default: Mapping[str, Any]) -> tuple[tuple[str, ...]
     if fields.value("use_sliding_window", None) is not None:
         use = fields.flag("use_sliding_window")
     window = fields.value("sliding_window", None)
-    first = fields.whole("max_window_layers", default["max_window_layers"], 0) if gated and use else None
     fields.use("max_window_layers")
     if stated is None:
+        first = fields.whole("max_window_layers", default["max_window_layers"], 0) if gated and use else None
         sliding = use and (window is not None or "sliding_window" not in fields)
         types = [SLIDING if first is not None and sliding and i >= first else FULL for i in range(count)]
     else:
@@ -153,7 +153,7 @@ def _layers(fields: Fields, default: Mapping[str, Any]) -> tuple[tuple[str, ...]
         raise fields.error(
             "use_sliding_window",
             use,
-            f"true beside {SLIDING} layers (PyTorch's config class drops the window without it, others do not)",
+            f"true beside {SLIDING} layers (transformers drops the window without it, others do not)",
         )
     size = fields.whole("sliding_window", default.get("sliding_window", window))
     return tuple(types), tuple(size if kind == SLIDING else None for kind in types)

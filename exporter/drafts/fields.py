@@ -36,7 +36,9 @@ class Fields:
         self._dicts = dicts
         self._used: set[str] = set()
 
-    def error(self, key: str, got: object, expected: str, kind: type[DflashError] = CheckpointError) -> DflashError:
+    def error(
+        self, key: str, got: object, expected: str, kind: type[DflashError] = CheckpointError
+    ) -> DflashError:
         """Build the error about `key` that says where to mend it."""
         return field_error(kind, self.path(key), got, expected, f"correct it in {self.where}")
 
@@ -44,6 +46,12 @@ class Fields:
         """The key as it stands in the file, e.g. ``dflash_config.block_size``."""
         places = [prefix for prefix, values in self._dicts if key in values]
         return f"{places[0] if places else self._dicts[0][0]}{key}"
+
+    @property
+    def place(self) -> str:
+        """The file, and the first dict in it where that has a prefix, for messages of others."""
+        prefix = self._dicts[0][0].rstrip(".")
+        return f"{self.where}: {prefix}" if prefix else self.where
 
     def __contains__(self, key: str) -> bool:
         return any(key in values for _, values in self._dicts)

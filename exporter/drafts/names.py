@@ -71,7 +71,7 @@ def canonical_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:
                 shapes[f"{p}.{side}_conv.base_kernel"] = (2, spec.conv.kernel_size, h)
                 shapes[f"{p}.{side}_conv.kernel_projection.weight"] = (kernels, h)
     if spec.selector is not None:
-        shapes |= {name: (spec.vocab_size, spec.selector.rank) for name in CODEBOOKS}
+        shapes |= dict.fromkeys(CODEBOOKS, (spec.vocab_size, spec.selector.rank))
         shapes["candidate_selector.hidden_projection.weight"] = (spec.selector.rank, h)
     if spec.draft_vocab_size is not None:
         shapes[LM_HEAD] = (spec.draft_vocab_size, h)

@@ -25,9 +25,13 @@ class DraftFamily(enum.Enum):
 class WindowOrigin(enum.Enum):
     """What a sliding window is measured from.
 
-    QUERY: a query at position p sees keys with ``|p - key| < window`` (z-lab; only the past if causal).
-    ANCHOR: context keys with ``anchor - key < window`` (speculators; see its attention mask for the exact
-    bound), the block itself is not windowed.
+    QUERY: a query at position p sees the keys, of context and block alike, with ``p - key < window`` and,
+    unless the layer is causal, ``key - p < window`` (`dflash.model._attention_mask`). So the anchor sees
+    window - 1 context rows.
+
+    ANCHOR: every query sees the context keys with ``anchor - key <= window``: the window counts context rows,
+    all queries of the block see the same ones, and the block itself is not windowed
+    (`speculators.models.dflash.attention.create_anchor_block_mask_mod`).
     """
 
     QUERY = "query"
@@ -36,7 +40,14 @@ class WindowOrigin(enum.Enum):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Attention of one draft layer. `window` is in tokens, None = all context."""
+    """Attention of one draft layer.
+
+    Attributes:
+        window: in tokens, None = all context; its bounds are `WindowOrigin`'s.
+        causal: a block row sees the block's rows up to itself, not all of them. Context rows are all older
+            than the block.
+        window_origin: of no meaning without a window.
+    """
 
     window: int | None
     causal: bool
@@ -66,14 +77,18 @@ class DraftSpec:
     Attributes:
         taps: 0-based target layers whose outputs are the context features, in the order they are
             concatenated; tap i = output of decoder layer i = Hugging Face ``hidden_states[i + 1]``.
-            The value ``num_target_layers`` is not a tap here; a format's "final hidden state" is refused
-            or mapped by its loader.
+            The value ``num_target_layers`` is not a tap here, and the output of the last layer means the
+            state before the target's final norm: a format that feeds another one is refused.
+        ropes: one for each layer.
         num_target_layers: depth of the target, where the checkpoint says it.
         first_proposal_row: 1: rows 1.. of the block predict their own position; 0: every row predicts the
             next position (speculators' sample_from_anchor).
         vocab_size: rows of the target's vocabulary as the draft's config states it.
         draft_vocab_size: rows of the draft's own head, None = the target's head is used.
+        learned_mask: mask slots embed to a row of the draft's own (`drafts/mask_row.py`).
+        checkpoint_dtype: of the stored ``fc.weight``.
         tensors: checkpoint tensor for each canonical parameter name (see `drafts/names.py`).
+        pad_token_id: as the draft's config states it; decides nothing, for warnings.
     """
 
     format: DraftFormat
@@ -105,6 +120,7 @@ class DraftSpec:
     max_position_embeddings: int
     checkpoint_dtype: str
     tensors: tuple[tuple[str, str], ...]
+    pad_token_id: int | None = None
 
     @property
     def proposals(self) -> int:

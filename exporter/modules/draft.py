@@ -194,15 +194,15 @@ class DraftModule(nn.Module):
             stages.append(x)
         first = spec.first_proposal_row
         rows = x.reshape(batch, spec.block_size, -1)[:, first:]  # [B, P, H]
-        hidden = self.norm(rows.reshape(batch * spec.proposals, -1))
+        hidden = self.norm(rows.reshape(batch * spec.proposals, -1))  # [B * P, H]
         logits = self._logits(hidden).reshape(batch, spec.proposals, -1)
-        hidden = hidden.reshape(batch, spec.proposals, -1)
         sums = logits.sum(-1)
         if self.candidate_selector is None:
             ids = logits.argmax(-1)
             if spec.draft_vocab_size is not None:
                 ids = ids + F.embedding(ids, self.d2t[:, None])[..., 0]
             return (ids, sums, logits, *updated, *stages, hidden)
+        hidden = hidden.reshape(batch, spec.proposals, -1)
         path, candidates, scores = self.candidate_selector(hidden, logits, block_ids[:, 0])
         return (path, sums, candidates, scores, *updated, *stages, hidden, logits)
 
@@ -256,6 +256,6 @@ def _visible(layer: LayerSpec, block_size: int, anchor: Tensor, block_rows: Tens
             block = block & (offset.abs() < layer.window)[None]
         else:
             distance = anchor[:, None, None] - slots[None, None, :]  # [B, 1, K]
-            context = context & (distance < layer.window)
+            context = context & (distance <= layer.window)
     block = block | (offset == 0)[None]
     return torch.cat([context, block], dim=2)[:, None]

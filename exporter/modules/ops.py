@@ -74,7 +74,10 @@ def first_slots(cache: Tensor, slots: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Attention with a boolean mask, grouped heads, softmax in float32.
+    """Attention with a boolean mask and grouped heads.
+
+    The attribute softmax_precision is left to the engine: TensorRT-RTX refuses it, and its fused kernels
+    sum in float32 anyway.
 
     Args:
         q: [B, N, S, D].
@@ -89,7 +92,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) ->
     return symbolic(
         "Attention",
         (q, k, v, visible),
-        attrs={"scale": scale, "softmax_precision": 1},
+        attrs={"scale": scale},
         dtype=q.dtype,
         shape=q.shape,
         version=24,

@@ -1,8 +1,17 @@
 """Graph passes, one per file; each takes an onnx_ir model and changes it in place."""
 
 from .external_weights import external_weights
+from .fix_axes import fix_axes
+from .inline_functions import inline_functions
 from .set_interface import set_interface
 from .strip_metadata import strip_metadata
 from .tidy import tidy
 
-__all__ = ["external_weights", "set_interface", "strip_metadata", "tidy"]
+__all__ = [
+    "external_weights",
+    "fix_axes",
+    "inline_functions",
+    "set_interface",
+    "strip_metadata",
+    "tidy",
+]

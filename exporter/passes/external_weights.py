@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from ..weights import Placed
+if TYPE_CHECKING:
+    from ..weights import Placed
 
 
 def external_weights(model: ir.Model, places: Mapping[str, Placed]) -> None:
