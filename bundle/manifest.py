@@ -206,7 +206,7 @@ class Manifest:
 
         draft, target = self.draft, self.target
         need(self.max_length >= 2, "max_length", self.max_length, ">= 2")
-        need(draft.block_size >= 2, "draft.block_size", draft.block_size, ">= 2")
+        need(draft.proposals >= 1, "draft.block_size", draft.block_size, ">= 1 row that proposes")
         need(
             self.slack_slots >= draft.block_size,
             "slack_slots",

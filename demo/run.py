@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bundle.errors import ParityError, ProviderError
-from ..bundle.manifest import Manifest, manifest_from_bundle
+from ..bundle.manifest import Manifest
 from ..bundle.tensors import DType
 from . import DRAFT, demo_prompts
 
@@ -125,9 +125,9 @@ def _build(target: Path, bundle: Path, diary: _Diary, progress: Progress) -> Non
 
     _export(target, bundle, DType.FLOAT16, diary, progress)
     with diary.step("build-engine") as result:
-        engines = build_engines(bundle, "tensorrt-rtx", (COMPUTE_CAPABILITY,), (), progress)
-        files = manifest_from_bundle(bundle).files
-        sizes = ", ".join(f"{e.graph} {_megabytes(files[e.file].bytes)}" for e in engines.values())
+        manifest = build_engines(bundle, "tensorrt-rtx", (COMPUTE_CAPABILITY,), (), progress)
+        engines = manifest.engines.values()
+        sizes = ", ".join(f"{e.graph} {_megabytes(manifest.files[e.file].bytes)}" for e in engines)
         result(f"TensorRT-RTX for compute capability {COMPUTE_CAPABILITY}: {sizes}")
 
 

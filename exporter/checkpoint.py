@@ -157,14 +157,23 @@ def _entries(shard: Path) -> Iterator[TensorEntry]:
             file = stack.enter_context(safe_open(shard, framework="pt"))
             for name in file.keys():  # noqa: SIM118 - not a dict
                 piece = file.get_slice(name)
-                yield TensorEntry(name, _DTYPES.get(piece.get_dtype(), piece.get_dtype()), tuple(piece.get_shape()))
+                yield TensorEntry(
+                    name, _DTYPES.get(piece.get_dtype(), piece.get_dtype()), tuple(piece.get_shape())
+                )
     except (SafetensorError, OSError) as cause:
         raise CheckpointError(
             f"{shard.name}: not a whole safetensors file ({cause}); download it again"
         ) from cause
 
 
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool", "I32": "int32"}
+_DTYPES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "BOOL": "bool",
+    "I32": "int32",
+}
 
 
 def checkpoint_from_source(source: str) -> Checkpoint:
@@ -201,4 +210,6 @@ def _download(hub_id: str) -> Path:
             )
         )
     except Exception as cause:  # the hub's client raises many kinds; all mean the same to the user
-        raise CheckpointError(f"{hub_id}: no such folder here, and the hub did not give it ({cause})") from cause
+        raise CheckpointError(
+            f"{hub_id}: no such folder here, and the hub did not give it ({cause})"
+        ) from cause

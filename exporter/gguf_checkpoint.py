@@ -67,7 +67,9 @@ class GgufCheckpoint:
         try:
             self._reader = gguf.GGUFReader(str(self.path))
         except Exception as cause:  # the library raises bare ValueError, IndexError, struct.error
-            raise CheckpointError(f"{self.name}: not a whole GGUF file ({cause}); download it again") from cause
+            raise CheckpointError(
+                f"{self.name}: not a whole GGUF file ({cause}); download it again"
+            ) from cause
         self._architecture = str(self._meta("general.architecture"))
         if self._architecture not in _ARCHITECTURES:
             raise field_error(
@@ -98,7 +100,9 @@ class GgufCheckpoint:
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
         if match and match[2] in _BLOCK:
             return f"model.layers.{match[1]}.{_BLOCK[match[2]]}.{match[3]}"
-        raise UnsupportedError(f"{self.name}: tensor {name!r} is not one that {self._architecture} files are read for")
+        raise UnsupportedError(
+            f"{self.name}: tensor {name!r} is not one that {self._architecture} files are read for"
+        )
 
     def _make_config(self) -> dict[str, Any]:
         arch = self._architecture

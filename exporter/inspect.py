@@ -12,6 +12,8 @@ from .checkpoint import Checkpoint, checkpoint_from_source
 from .drafts.formats import looks_like_draft, read_draft, recognise
 from .drafts.spec import DraftSpec
 from .pairing import check_pair
+from .simple.describe import inspect_simple, is_simple, simple_rows
+from .simple.spec import FAMILY as SIMPLE
 from .targets.spec import TargetSpec
 
 Inspection = dict[str, Any]
@@ -49,6 +51,8 @@ def inspect_checkpoint(source: str, target: str | None = None) -> Inspection:
         "problem": None,
         "spec": None,
     }
+    if is_simple(checkpoint.config):
+        return found | inspect_simple(checkpoint, target_checkpoint)
     if found["kind"] == "target":
         spec, found["problem"] = _target(checkpoint)
         found["spec"] = _plain(spec)
@@ -119,7 +123,9 @@ def inspection_lines(found: Inspection) -> list[str]:
     rows = [
         ("checkpoint", f"{found['name']} ({size['count']} tensors, {size['parameters'] / 1e6:.1f} M numbers)")
     ]
-    if found["kind"] == "target":
+    if found.get("family") == SIMPLE:
+        rows += simple_rows(found)
+    elif found["kind"] == "target":
         rows += _target_rows(found)
     else:
         rows += _draft_rows(found)

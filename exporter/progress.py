@@ -20,6 +20,9 @@ class Progress(Protocol):
     def advance(self, done_bytes: int) -> None:
         """Count bytes of the stage that is on."""
 
+    def detail(self, text: str) -> None:
+        """Say what the stage that is on is doing."""
+
 
 class NullProgress:
     """Reports to nobody."""
@@ -32,8 +35,11 @@ class NullProgress:
     def advance(self, done_bytes: int) -> None:
         """Do nothing."""
 
+    def detail(self, text: str) -> None:
+        """Do nothing."""
 
-def _nothing() -> None:
+
+def _nothing(*_: str) -> None:
     pass
 
 
@@ -49,6 +55,7 @@ class RichProgress:
         self._console = console
         self._bytes = 0
         self._update: Callable[[], None] = _nothing
+        self._describe: Callable[[str], None] = _nothing
         self.stages: list[tuple[str, float, int]] = []
 
     @contextmanager
@@ -79,15 +86,20 @@ class RichProgress:
         with progress.Progress(*columns, console=self._console, transient=True) as live:
             task = live.add_task(name, total=total_bytes)
             self._update = lambda: live.update(task, completed=self._bytes)
+            self._describe = lambda text: live.update(task, description=f"{name}: {text}")
             try:
                 yield
             finally:
-                self._update = _nothing
+                self._update = self._describe = _nothing
 
     def advance(self, done_bytes: int) -> None:
         """Count bytes and show the sum."""
         self._bytes += done_bytes
         self._update()
+
+    def detail(self, text: str) -> None:
+        """Show the text behind the stage's name."""
+        self._describe(text)
 
     def _line(self, mark: str, name: str, seconds: float) -> None:
         size = f"{self._bytes / 1e6:10.1f} MB" if self._bytes else ""

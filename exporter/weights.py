@@ -77,12 +77,16 @@ class WeightWriter:
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{key}: got shape {tuple(tensor.shape)}, expected {shape}")
         tensor = _cast(key, tensor, dtype)
-        data = tensor.contiguous().view(torch.uint8).numpy() if tensor.ndim else tensor[None].view(torch.uint8).numpy()
+        data = (
+            tensor.contiguous().view(torch.uint8).numpy()
+            if tensor.ndim
+            else tensor[None].view(torch.uint8).numpy()
+        )
         align = _PAGE_BYTES if data.nbytes >= _SMALL_BYTES else 64
         start = self._file.tell()
         offset = -(-start // align) * align
         self._file.write(b"\0" * (offset - start))
-        self._file.write(data)
+        self._file.write(data.data)
         suffix = "" if not any(k == key for k, _ in self._placed) else f".{_IR_DTYPES[dtype].lower()}"
         placed = Placed(key + suffix, WEIGHT_FILE, offset, data.nbytes, shape, _IR_DTYPES[dtype])
         self._placed[(key, dtype)] = placed

@@ -122,6 +122,16 @@ class _Layer(nn.Module):
         return x + h, keys, values
 
 
+class _TargetParts(nn.Module):
+    """What a draft borrows from its target; the names are keys of the target's stored weights."""
+
+    def __init__(self, spec: DraftSpec, embedding_rows: int, tied: bool, dtype: torch.dtype):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(embedding_rows, spec.hidden_size, dtype=dtype).requires_grad_(False)
+        borrows_head = spec.draft_vocab_size is None and not tied
+        self.lm_head = Linear(spec.hidden_size, spec.vocab_size, dtype) if borrows_head else None
+
+
 class DraftModule(nn.Module):
     """The whole draft; see `bundle.tensors.draft_io` for its inputs and outputs.
 
@@ -133,16 +143,13 @@ class DraftModule(nn.Module):
         super().__init__()
         self.spec = spec
         hidden = spec.hidden_size
-        self.target = nn.ModuleDict(
-            {"embed_tokens": nn.Embedding(embedding_rows, hidden, dtype=dtype).requires_grad_(False)}
-        )
-        head_rows = spec.draft_vocab_size or spec.vocab_size
+        self.target = _TargetParts(spec, embedding_rows, tied, dtype)
         self.lm_head: Linear | None = None
         if spec.draft_vocab_size is not None:
-            self.lm_head = Linear(hidden, head_rows, dtype)
-            self.d2t = nn.Parameter(torch.empty(head_rows, dtype=torch.int64), requires_grad=False)
-        elif not tied:
-            self.target["lm_head"] = Linear(hidden, head_rows, dtype)
+            self.lm_head = Linear(hidden, spec.draft_vocab_size, dtype)
+            self.d2t = nn.Parameter(
+                torch.empty(spec.draft_vocab_size, dtype=torch.int64), requires_grad=False
+            )
         if spec.learned_mask:
             self.mask_embedding = nn.Parameter(torch.empty(hidden), requires_grad=False)
         # fc sees raw target features, whose outliers leave float16's range: it stays float32.
@@ -215,7 +222,7 @@ class DraftModule(nn.Module):
     def _embed(self, block_ids: Tensor) -> Tensor:
         spec = self.spec
         ids = block_ids.reshape(-1)
-        x = F.embedding(ids, self.target["embed_tokens"].weight).to(torch.float32)
+        x = F.embedding(ids, self.target.embed_tokens.weight).to(torch.float32)
         if spec.learned_mask:
             x = torch.where((ids == spec.mask_token_id)[:, None], self.mask_embedding, x)
         return x if spec.input_embedding_scale == 1.0 else x * spec.input_embedding_scale
@@ -224,10 +231,10 @@ class DraftModule(nn.Module):
         spec = self.spec
         if self.lm_head is not None:
             logits = self.lm_head(hidden)
-        elif "lm_head" in self.target:
-            logits = self.target["lm_head"](hidden)
+        elif self.target.lm_head is not None:
+            logits = self.target.lm_head(hidden)
         else:
-            weight = self.target["embed_tokens"].weight
+            weight = self.target.embed_tokens.weight
             logits = F.linear(hidden.to(weight.dtype), weight).to(torch.float32)
         if spec.output_multiplier != 1.0:
             logits = logits * spec.output_multiplier

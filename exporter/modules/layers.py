@@ -33,10 +33,14 @@ class Linear(nn.Module):
     `guard_range` shifts a float16 product by `_RANGE_SHIFT`.
     """
 
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = False, guard_range: bool = False):
+    def __init__(
+        self, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = False, guard_range: bool = False
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(outputs, dtype=torch.float32), requires_grad=False) if bias else None
+        self.bias = (
+            nn.Parameter(torch.empty(outputs, dtype=torch.float32), requires_grad=False) if bias else None
+        )
         self.shift = _RANGE_SHIFT if guard_range and dtype is torch.float16 else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -46,7 +46,9 @@ class Values:
         """
         a, b = np.asarray(original), np.asarray(bundle)
         if a.shape != b.shape:
-            self._reasons.append(f"shape: got {b.shape}, expected {a.shape}")
+            reason = f"shape: got {b.shape}, expected {a.shape}"
+            if reason not in self._reasons:
+                self._reasons.append(reason)
             return
         if a.size == 0:
             return

@@ -200,7 +200,9 @@ class GenerationStages:
                 stage.fail(f"{sample.name}: got {len(got)} tokens, expected {len(expected)} as {package}")
                 continue
             gap = abs(float(logits[first][expected[first]] - logits[first][got[first]]))
-            text = f"{stage.name}: {sample.name} leaves the output of {package} at token {first}, gap {gap:.2e}"
+            text = (
+                f"{stage.name}: {sample.name} leaves the output of {package} at token {first}, gap {gap:.2e}"
+            )
             if gap <= self._limit:
                 self._remarks.append(f"{text}: a near-tie")
             else:

@@ -60,7 +60,9 @@ def _source(manifest: Manifest, side: str, given: str | None) -> Checkpoint:
 def _places(side: str, provenance: Provenance) -> Iterator[str]:
     folder = _package_folder(_DEMO[side][0])
     if folder is not None:
-        yield from (str(path) for path in sorted(folder.glob(_DEMO[side][1])))
+        for path in sorted(folder.glob(_DEMO[side][1])):
+            if path.is_dir() or path.name in provenance.files:
+                yield str(path)
     # A local folder or file of that name, or a hub id.
     if Path(provenance.name).exists() or provenance.name.count("/") == 1:
         yield provenance.name

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ...bundle import tensors as t
+from ...bundle.errors import BundleError, field_error
 from ...bundle.manifest import Manifest
 from .compare import Choices, Settings, Values, best_match
 from .graphs import BundleGraph, DraftGraph, TargetGraph
@@ -198,6 +199,15 @@ def slot_gap(
     return None, margin
 
 
+def _part(directory: Path, manifest: Manifest, name: str) -> BundleGraph:
+    """A part of the draft as a graph of its own."""
+    if name not in manifest.graphs:
+        raise field_error(
+            BundleError, "manifest.json: graphs", sorted(manifest.graphs), f"a graph named {name!r}"
+        )
+    return BundleGraph(directory, manifest.graphs[name])
+
+
 class DraftStages:
     """Every stage of the draft, and its convolutions and its selector as graphs of their own."""
 
@@ -214,10 +224,10 @@ class DraftStages:
         self._conv_graph = self._selector_graph = None
         self._conv = Values("conv", limits[Kind.OPERATOR])
         if info.conv is not None:
-            self._conv_graph = BundleGraph(directory, manifest.graphs[t.CONV])
+            self._conv_graph = _part(directory, manifest, t.CONV)
         self._selector = SelectionStages("selector", exact[Kind.SCORES], exact[Kind.CHOICE], selector=True)
         if selector:
-            self._selector_graph = BundleGraph(directory, manifest.graphs[t.SELECTOR])
+            self._selector_graph = _part(directory, manifest, t.SELECTOR)
 
     def add(self, sample: Sample) -> None:
         """Compare one sample, round by round."""

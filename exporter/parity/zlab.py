@@ -95,6 +95,11 @@ class ZlabDraft:
         count = len(previous)
         if not self._two_stage:
             return np.arange(run.logits.shape[-1]), np.repeat(run.logits[slot][None], count, axis=0)
+        assert run.candidates is not None
+        if not (np.isfinite(run.hidden[slot]).all() and np.isfinite(run.logits[slot]).all()):
+            return run.candidates[slot], np.full(
+                (count, len(run.candidates[slot])), np.nan
+            )  # no law to draw from
         hidden = torch.from_numpy(run.hidden[slot]).expand(count, 1, -1)
         logits = torch.from_numpy(run.logits[slot]).expand(count, 1, -1)
         with (

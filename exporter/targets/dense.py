@@ -122,7 +122,9 @@ def _with_tensors(spec: TargetSpec, checkpoint: Checkpoint) -> TargetSpec:
         if entry is None:
             raise CheckpointError(f"{checkpoint.name}: tensor {stored!r} is missing, expected shape {shape}")
         if entry.shape != shape:
-            raise field_error(CheckpointError, f"{checkpoint.name}: tensor {stored!r}", entry.shape, str(shape))
+            raise field_error(
+                CheckpointError, f"{checkpoint.name}: tensor {stored!r}", entry.shape, str(shape)
+            )
         names[canonical] = stored
     spare = sorted(
         name
@@ -131,8 +133,8 @@ def _with_tensors(spec: TargetSpec, checkpoint: Checkpoint) -> TargetSpec:
     )
     if spare:
         raise CheckpointError(
-            f"{checkpoint.name}: got a tensor {spare[0]!r} (and {len(spare) - 1} more) that {spec.family} does "
-            "not use, expected none; is model_type right?"
+            f"{checkpoint.name}: got a tensor {spare[0]!r} (and {len(spare) - 1} more) that {spec.family} "
+            "does not use, expected none; is model_type right?"
         )
     return dataclasses.replace(spec, tensors=tuple(sorted(names.items())))
 
@@ -140,7 +142,10 @@ def _with_tensors(spec: TargetSpec, checkpoint: Checkpoint) -> TargetSpec:
 def _shapes(spec: TargetSpec) -> list[tuple[str, tuple[int, ...]]]:
     h, i = spec.hidden_size, spec.intermediate_size
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes: list[tuple[str, tuple[int, ...]]] = [("embed_tokens.weight", (spec.embedding_rows, h)), ("norm.weight", (h,))]
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        ("embed_tokens.weight", (spec.embedding_rows, h)),
+        ("norm.weight", (h,)),
+    ]
     if not spec.tied:
         shapes.append(("lm_head.weight", (spec.vocab_size, h)))
     for layer in range(spec.num_layers):

