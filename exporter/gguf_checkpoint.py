@@ -16,7 +16,7 @@ from ..bundle.errors import CheckpointError, UnsupportedError, field_error
 from .checkpoint import TensorEntry
 
 # GGUF architecture -> model_type. `llama` files interleave q and k.
-_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _INTERLEAVED = {"llama"}
 _CONFIG_KEYS = {
     "hidden_size": "embedding_length",
@@ -71,12 +71,12 @@ class GgufCheckpoint:
                 f"{self.name}: not a whole GGUF file ({cause}); download it again"
             ) from cause
         self._architecture = str(self._meta("general.architecture"))
-        if self._architecture not in _ARCHITECTURES:
+        if self._architecture not in ARCHITECTURES:
             raise field_error(
                 UnsupportedError,
                 f"{self.name}: general.architecture",
                 self._architecture,
-                "one of " + ", ".join(sorted(_ARCHITECTURES)),
+                "one of " + ", ".join(sorted(ARCHITECTURES)),
             )
         self._stored = {self._rename(t.name): t for t in self._reader.tensors}
         self.tensors = {
@@ -106,7 +106,7 @@ class GgufCheckpoint:
 
     def _make_config(self) -> dict[str, Any]:
         arch = self._architecture
-        config: dict[str, Any] = {"model_type": _ARCHITECTURES[arch], "hidden_act": "silu"}
+        config: dict[str, Any] = {"model_type": ARCHITECTURES[arch], "hidden_act": "silu"}
         for key, stored in _CONFIG_KEYS.items():
             config[key] = self._meta(f"{arch}.{stored}")
         heads = config["num_attention_heads"]

@@ -35,16 +35,16 @@ class RopeSpec:
 
 
 # The numbers each kind needs and may have (transformers.modeling_rope_utils).
-_NEEDED: dict[RopeKind, tuple[str, ...]] = {
+NEEDED: dict[RopeKind, tuple[str, ...]] = {
     RopeKind.DEFAULT: (),
     RopeKind.LINEAR: ("factor",),
     RopeKind.LLAMA3: ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     RopeKind.YARN: ("factor", "original_max_position_embeddings"),
 }
-_OPTIONAL: dict[RopeKind, tuple[str, ...]] = {
+OPTIONAL: dict[RopeKind, tuple[str, ...]] = {
     RopeKind.YARN: ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 }
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 # What transformers adds beside per-layer-type entries when it saves them; it decides nothing.
 _BESIDE_LAYER_TYPES = {"rope_type", "rope_theta"}
 
@@ -155,7 +155,7 @@ def _kind(values: Mapping[str, Any], path: str) -> RopeKind:
 def _parameters(
     kind: RopeKind, values: Mapping[str, Any], path: str, config: Mapping[str, Any], where: str, longest: int
 ) -> tuple[tuple[str, float | int | bool], ...]:
-    known = (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))
+    known = (*NEEDED[kind], *OPTIONAL.get(kind, ()))
     unknown = sorted(set(values) - set(known) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
     if unknown:
         raise field_error(
@@ -165,15 +165,15 @@ def _parameters(
             f"no such key for rope_type {kind.value!r} (known: {', '.join(known) or 'none'})",
         )
     found = {name: values[name] for name in known if name in values}
-    if _ORIGINAL in known:
-        beside = config.get(_ORIGINAL)
-        if beside is not None and found.get(_ORIGINAL, beside) != beside:
+    if ORIGINAL_LENGTH in known:
+        beside = config.get(ORIGINAL_LENGTH)
+        if beside is not None and found.get(ORIGINAL_LENGTH, beside) != beside:
             raise field_error(
-                CheckpointError, f"{path}.{_ORIGINAL}", found[_ORIGINAL], f"{where}: {_ORIGINAL} {beside!r}"
+                CheckpointError, f"{path}.{ORIGINAL_LENGTH}", found[ORIGINAL_LENGTH], f"{where}: {ORIGINAL_LENGTH} {beside!r}"
             )
         # transformers' own rule: without it, the scaling starts from the config's longest position.
-        found.setdefault(_ORIGINAL, longest if beside is None else beside)
-    for name in _NEEDED[kind]:
+        found.setdefault(ORIGINAL_LENGTH, longest if beside is None else beside)
+    for name in NEEDED[kind]:
         if name not in found:
             raise CheckpointError(f"{path}.{name}: missing, expected a number for rope_type {kind.value!r}")
     for name, value in found.items():

@@ -23,7 +23,7 @@ from .targets.families import target_from_checkpoint
 from .targets.spec import TargetSpec
 from .trace import TORCH_DTYPES
 
-_FLOAT32_PARTS = ("residual", "norms", "rope", "softmax", "fc", "conv", "selector", "logits")
+FLOAT32_PARTS = ("residual", "norms", "rope", "softmax", "fc", "conv", "selector", "logits")
 _EMBEDDING = "embed_tokens.weight"
 
 
@@ -76,7 +76,7 @@ class TransformerPair:
         """Plan a graph for the target, one for the draft, and one for each of its DFlash2 parts."""
         target, draft = _infos(self.target_spec, self.draft_spec, dtype)
         graphs = _graphs(self.target_spec, self.draft_spec, target, draft, dtype)
-        return ExportPlan(target, draft, tuple(graphs), _FLOAT32_PARTS)
+        return ExportPlan(target, draft, tuple(graphs), FLOAT32_PARTS)
 
 
 def pair_from_checkpoints(target: Checkpoint, draft: Checkpoint) -> TransformerPair:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...bundle.errors import UnsupportedError
 from ..modules.activations import ACTIVATION_NAMES
-from ..rope import RopeSpec, rope_from_config
+from ..rope import ORIGINAL_LENGTH, RopeSpec, rope_from_config
 from .fields import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -97,6 +97,9 @@ def body_from_fields(
     rope = rope_from_config(
         {**config, "head_dim": head_dim, "max_position_embeddings": longest}, fields.place, rope_layer_type
     )
+    original_length = dict(rope.parameters).get(ORIGINAL_LENGTH)
+    if original_length is not None and not _states(config, ORIGINAL_LENGTH):
+        fields.fill(ORIGINAL_LENGTH, original_length)
     layer_types, windows = _layers(fields, default)
     return Body(
         hidden_size=hidden,
@@ -118,8 +121,15 @@ def body_from_fields(
 
 def _or_derived(fields: Fields, key: str, default: Mapping[str, Any], derived: int) -> int:
     """The key, the class's default where it is absent, `derived` where that is or the file says null."""
-    value = fields.value(key, default[key])
-    return derived if value is None else fields.whole(key, default[key])
+    if fields.value(key, default[key]) is not None:
+        return fields.whole(key, default[key])
+    fields.fill(key, derived)
+    return derived
+
+
+def _states(config: Mapping[str, Any], key: str) -> bool:
+    """Whether `key` stands anywhere in `config`."""
+    return key in config or any(_states(v, key) for v in config.values() if isinstance(v, Mapping))
 
 
 def _layers(fields: Fields, default: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
@@ -140,6 +150,7 @@ def _layers(fields: Fields, default: Mapping[str, Any]) -> tuple[tuple[str, ...]
         first = fields.whole("max_window_layers", default["max_window_layers"], 0) if gated and use else None
         sliding = use and (window is not None or "sliding_window" not in fields)
         types = [SLIDING if first is not None and sliding and i >= first else FULL for i in range(count)]
+        fields.fill("layer_types", types)
     else:
         if not isinstance(stated, list) or len(stated) != count:
             raise fields.error("layer_types", stated, f"a list of {count}, one for each of num_hidden_layers")

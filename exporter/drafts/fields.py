@@ -137,6 +137,10 @@ class Fields:
         if value is not None and value != expected:
             raise self.error(key, value, f"{expected!r} ({why})", UnsupportedError)
 
+    def fill(self, key: str, value: object) -> None:
+        """Say what the original makes of `key`, which the file leaves open."""
+        self.defaults[key] = Default(key, value, self.source)
+
     def use(self, *keys: str) -> None:
         """Say that `keys` are read elsewhere."""
         self._used.update(keys)

@@ -18,11 +18,11 @@ FORMATS = {
 }
 
 # z-lab's class names. speculators calls its second model the same: its own key decides, not the name.
-_ZLAB_ARCHITECTURES = {
+ZLAB_ARCHITECTURES = {
     "DFlashDraftModel": DraftFamily.DFLASH,
     "DFlash2DraftModel": DraftFamily.DFLASH2,
 }
-_SPECULATORS_TYPES = {
+SPECULATORS_TYPES = {
     "dflash": (DraftFamily.DFLASH, ("DFlashDraftModel", "DFlashSpeculator")),
     "dflash2": (DraftFamily.DFLASH2, ("DFlash2DraftModel",)),
 }
@@ -62,15 +62,15 @@ def recognise(config: Mapping[str, Any], where: str) -> Recognition:
     architectures = _architectures(config)
     if "speculators_model_type" in config:
         return _recognise_speculators(config, architectures, where)
-    matches = [name for name in architectures if name in _ZLAB_ARCHITECTURES]
+    matches = [name for name in architectures if name in ZLAB_ARCHITECTURES]
     if len(matches) == 1:
-        family = _ZLAB_ARCHITECTURES[matches[0]]
+        family = ZLAB_ARCHITECTURES[matches[0]]
         return Recognition(
             DraftFormat.ZLAB,
             family,
             f"architectures has {matches[0]}, and there is no speculators_model_type",
         )
-    expected = " or ".join(_ZLAB_ARCHITECTURES) + ", or a speculators_model_type"
+    expected = " or ".join(ZLAB_ARCHITECTURES) + ", or a speculators_model_type"
     if looks_like_draft(config):
         raise field_error(UnsupportedError, f"{where}: architectures", architectures, expected)
     raise field_error(
@@ -80,14 +80,14 @@ def recognise(config: Mapping[str, Any], where: str) -> Recognition:
 
 def _recognise_speculators(config: Mapping[str, Any], architectures: list[str], where: str) -> Recognition:
     kind = config["speculators_model_type"]
-    if not isinstance(kind, str) or kind not in _SPECULATORS_TYPES:
+    if not isinstance(kind, str) or kind not in SPECULATORS_TYPES:
         raise field_error(
             UnsupportedError,
             f"{where}: speculators_model_type",
             kind,
-            "one of " + ", ".join(_SPECULATORS_TYPES),
+            "one of " + ", ".join(SPECULATORS_TYPES),
         )
-    family, names = _SPECULATORS_TYPES[kind]
+    family, names = SPECULATORS_TYPES[kind]
     if architectures and not set(architectures) & set(names):
         raise field_error(
             CheckpointError,

@@ -34,7 +34,7 @@ TARGET_TO_DRAFT = "t2d"
 MASK_EMBEDDING = "mask_embedding"
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 
-_FLOATS = ("float32", "float16", "bfloat16")
+FLOATS = ("float32", "float16", "bfloat16")
 _DTYPES = {DRAFT_TO_TARGET: ("int64", "int32"), TARGET_TO_DRAFT: ("bool",)}
 
 
@@ -115,7 +115,7 @@ def match_tensors(
                 f"{checkpoint.name}: tensor {stored[0]!r}: got {stored[1]!r} too, expected one of them; "
                 "remove one"
             )
-        _check(checkpoint, stored[0], shape, _DTYPES.get(canonical, _FLOATS))
+        _check(checkpoint, stored[0], shape, _DTYPES.get(canonical, FLOATS))
         found[canonical] = stored[0]
     if missing:
         raise CheckpointError(
@@ -123,7 +123,7 @@ def match_tensors(
             f"expected shape {shapes[missing[0]]} for {kind}; is the checkpoint whole?"
         )
     for name in sorted(set(elsewhere) & set(checkpoint.tensors)):
-        _check(checkpoint, name, elsewhere[name], _FLOATS)
+        _check(checkpoint, name, elsewhere[name], FLOATS)
     spare = sorted(set(checkpoint.tensors) - set(found.values()) - set(elsewhere))
     if spare:
         raise UnsupportedError(

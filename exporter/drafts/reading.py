@@ -26,9 +26,11 @@ class DraftReading:
         recognition: how its format was recognised.
         defaults: values that the checkpoint leaves open and the original's own code fills in.
         verifier: name of the target it was made for, where the checkpoint says it.
+        notes: what of the checkpoint is passed over, or taken in a way that a reader might not expect.
     """
 
     spec: DraftSpec
     recognition: Recognition
     defaults: tuple[Default, ...]
     verifier: str | None
+    notes: tuple[str, ...] = ()

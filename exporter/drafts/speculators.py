@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ...bundle.errors import UnsupportedError
 from ..checkpoint import Checkpoint
@@ -122,7 +124,8 @@ def read_draft(checkpoint: Checkpoint, recognition: Recognition) -> DraftReading
     refuse_unknown(config, own.used | SPECULATORS_KEYS.keys(), "", where)
     spec = _with_tensors(spec, checkpoint)
     defaults = (*inner.defaults.values(), *own.defaults.values())
-    return DraftReading(spec, recognition, defaults, _verifier(own))
+    notes = (*_rope_notes(transformer), *_borrowed_notes(spec, checkpoint))
+    return DraftReading(spec, recognition, defaults, _verifier(own), notes)
 
 
 def _layers(own: Fields, body: Body, family: DraftFamily) -> tuple[LayerSpec, ...]:
@@ -155,8 +158,21 @@ def _verifier(own: Fields) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _with_tensors(spec: DraftSpec, checkpoint: Checkpoint) -> DraftSpec:
-    """Match the tensors.
+def _rope_notes(transformer: Mapping[str, Any]) -> Iterator[str]:
+    for key in ("rope_parameters", "rope_scaling"):
+        entries = transformer.get(key)
+        if isinstance(entries, dict) and isinstance(entries.get(SLIDING), dict):
+            yield f"of {key} the entry for {SLIDING} serves every layer, as in the original"
+
+
+def _borrowed_notes(spec: DraftSpec, checkpoint: Checkpoint) -> Iterator[str]:
+    names = sorted(set(_borrowed(spec)) & set(checkpoint.tensors))
+    if names:
+        yield f"{', '.join(names)}: not read, the target's own are used, as in the original"
+
+
+def _borrowed(spec: DraftSpec) -> dict[str, tuple[int, ...]]:
+    """Tensors that are the verifier's, and their shapes.
 
     The original reloads what it borrows from the verifier over whatever a checkpoint holds of it
     (`load_verifier_weights`); older versions saved those tensors, and here they are only looked at.
@@ -169,8 +185,12 @@ def _with_tensors(spec: DraftSpec, checkpoint: Checkpoint) -> DraftSpec:
     }
     if spec.draft_vocab_size is None:
         borrowed[LM_HEAD] = head
+    return borrowed
+
+
+def _with_tensors(spec: DraftSpec, checkpoint: Checkpoint) -> DraftSpec:
     kind = f"a speculators {spec.family.value} draft"
-    tensors = match_tensors(checkpoint, canonical_shapes(spec), {}, borrowed, kind)
+    tensors = match_tensors(checkpoint, canonical_shapes(spec), {}, _borrowed(spec), kind)
     if spec.draft_vocab_size is not None:
         check_vocabulary_map(checkpoint, spec.vocab_size)
     return replace(spec, checkpoint_dtype=checkpoint.tensors[dict(tensors)[FC]].dtype, tensors=tensors)

@@ -12,8 +12,8 @@ from . import dflash2
 from .body import Body, body_from_fields
 from .fields import Fields, refuse_unknown
 from .harmless import TRANSFORMERS_KEYS
-from .mask_row import mask_tensor
-from .names import CODEBOOKS, FC, canonical_shapes, match_tensors
+from .mask_row import EMBED_TOKENS, mask_tensor
+from .names import CODEBOOKS, FC, MASK_EMBEDDING, canonical_shapes, match_tensors
 from .reading import DraftReading, Recognition
 from .spec import ConvSpec, DraftFamily, DraftFormat, DraftSpec, LayerSpec, SelectorSpec
 
@@ -47,6 +47,8 @@ def read_draft(checkpoint: Checkpoint, recognition: Recognition) -> DraftReading
     own.same("draft_vocab_size", body.vocab_size, "the original has no reduced head")
     block_size = own.whole("block_size", _DEFAULT_BLOCK_SIZE, minimum=2)
     layers = _layers(top, body)
+    if top.value("is_causal", None) is None and any(layer.window is not None for layer in layers):
+        own.fill("is_causal", "as layer_types: sliding layers are, full ones are not")
     if own.value("causal", None) not in (None, *{layer.causal for layer in layers}):
         raise own.error(
             "causal",
@@ -94,7 +96,7 @@ def read_draft(checkpoint: Checkpoint, recognition: Recognition) -> DraftReading
     refuse_unknown(config, own.used | top.used | TRANSFORMERS_KEYS.keys(), "", where)
     spec = _with_tensors(spec, checkpoint)
     defaults = (*top.defaults.values(), *own.defaults.values())
-    return DraftReading(spec, recognition, defaults, verifier=None)
+    return DraftReading(spec, recognition, defaults, verifier=None, notes=_notes(spec))
 
 
 def _refuse_nested_rope(top: Fields, config: Mapping[str, Any]) -> None:
@@ -152,6 +154,13 @@ def _softcap(own: Fields) -> float | None:
         return None
     cap = own.number("final_logit_softcapping")
     return cap if cap > 0 else None
+
+
+def _notes(spec: DraftSpec) -> tuple[str, ...]:
+    """What is taken in a way that a reader of the config might not expect."""
+    if dict(spec.tensors).get(MASK_EMBEDDING) != EMBED_TOKENS:
+        return ()
+    return (f"of {EMBED_TOKENS} only the mask's row; export checks that the others are the target's",)
 
 
 def _with_tensors(spec: DraftSpec, checkpoint: Checkpoint) -> DraftSpec:

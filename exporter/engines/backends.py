@@ -56,17 +56,26 @@ def backend_from_name(name: str) -> Backend:
     """Find a backend.
 
     Raises:
-        ProviderError: there is none of that name, or its package is not installed.
+        ProviderError: there is none of that name.
     """
     backend = BACKENDS.get(name)
     if backend is None:
         raise field_error(ProviderError, "backend", name, "one of " + ", ".join(BACKENDS))
+    return backend
+
+
+def check_installed(backend: Backend) -> None:
+    """Check that a backend's packages are there; loads none of them.
+
+    Raises:
+        ProviderError: one is not.
+    """
     for package in (backend.module, "polygraphy"):
         if importlib.util.find_spec(package) is None:
             raise ProviderError(
-                f"backend {name}: {package} is not installed; pip install 'dflash-deploy[{backend.extra}]'"
+                f"backend {backend.name}: {package} is not installed; "
+                f"pip install 'dflash-deploy[{backend.extra}]'"
             )
-    return backend
 
 
 def check_generations(backend: Backend, asked: Sequence[str]) -> tuple[str, ...]:

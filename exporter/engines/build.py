@@ -28,6 +28,7 @@ from ...bundle.manifest import (
     manifest_to_file,
 )
 from ..progress import NullProgress, Progress
+from .backends import backend_from_name, check_installed
 from .job import Done, Job, Note, Step
 from .options import BuildOptions
 from .plan import BuildPlan, EnginePlan, plan_engines
@@ -72,6 +73,7 @@ def build_engines(
     bundle = Path(os.path.abspath(bundle))
     progress = progress or NullProgress()
     options = options or BuildOptions()
+    check_installed(backend_from_name(backend))
     manifest = manifest_alone(bundle)
     with _sole_builder(bundle), _work_directory(bundle) as work:
         with progress.stage("read graphs"):

@@ -82,12 +82,10 @@ class Done:
     Attributes:
         version: of the library, to the last part.
         flags: what is special about it.
-        activation_bytes: working memory on the GPU, as the builder says; None if it does not.
     """
 
     version: str
     flags: tuple[EngineFlag, ...]
-    activation_bytes: int | None
 
 
 Message = Step | Note | Failed | Done
@@ -107,7 +105,7 @@ def message_from_line(line: str) -> Message:
     """
     try:
         data = json.loads(line)
-        kind = _KINDS[data["kind"]]
+        kind, message = _KINDS[data["kind"]], data["message"]
     except (ValueError, KeyError, TypeError) as cause:
         raise EngineBuildError(f"builder process: got {line!r}, expected a message") from cause
-    return record_from_dict(kind, data["message"], "builder process", EngineBuildError)
+    return record_from_dict(kind, message, "builder process", EngineBuildError)

@@ -111,7 +111,7 @@ def plan_engines(
     """Plan a build; writes nothing and loads no library.
 
     Raises:
-        ProviderError: the backend is not installed, or does not do what was asked for.
+        ProviderError: the backend does not do what was asked for.
         RequestError: a graph is not in the bundle, or a limit is out of range.
         BundleError: a graph cannot be read.
     """

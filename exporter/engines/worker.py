@@ -29,7 +29,6 @@ from .options import Verbosity
 RTX_VARIABLE = "POLYGRAPHY_USE_TENSORRT_RTX"
 _NO_FUSED_KERNEL = re.compile(r"is_decomposable|not supported by a dedicated kernel")
 _NO_DRIVER = re.compile(r"CUDA driver|CUDA initialization|cudaError")
-_ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+)")
 _STEP_SECONDS = 0.1
 
 # What the library says, and what it means to the user.
@@ -42,7 +41,7 @@ _HINTS = {
     ),
     r"sm_vers_": "an engine without weights is built for one compute capability at a time",
     r"[Oo]ut of memory|OutOfMemory|bad_alloc|MEM_ALLOC": (
-        "out of memory; close other programs, or lower --max-context, --max-batch or --workspace"
+        "out of memory; close other programs, or lower --max-context, --max-batch or --workspace-mb"
     ),
 }
 
@@ -86,11 +85,11 @@ def build(job: Job, send: Send) -> Done:
         engine = library.engine(decomposable)
     Path(job.output).write_bytes(engine)
     flags = [*job.flags]
-    if decomposable:
+    if decomposable and library.has_attention:
         flags.append(EngineFlag.DECOMPOSABLE_ATTENTION)
     if library.user_allocation:
         flags.append(EngineFlag.USER_ALLOCATION)
-    return Done(library.version, tuple(flags), library.log.activation_bytes)
+    return Done(library.version, tuple(flags))
 
 
 class _Library:
@@ -108,6 +107,7 @@ class _Library:
         streamed = EngineFlag.WEIGHT_STREAMING in job.flags
         known = hasattr(self.trt.BuilderFlag, "REQUIRE_USER_ALLOCATION")
         self.user_allocation = self.rtx and known and not streamed
+        self.has_attention = False
 
     @property
     def rtx(self) -> bool:
@@ -125,6 +125,8 @@ class _Library:
         try:
             if decomposable:
                 parsed = SetDecomposableAttentions(parsed)()
+            kinds = {layer.type for layer in parsed[1]}
+            self.has_attention = self.trt.LayerType.ATTENTION_INPUT in kinds
             self._clear_timing_cache(parsed[0])
             cache = self.job.timing_cache
             return EngineBytesFromNetwork(parsed, config=self._config(), save_timing_cache=cache)()
@@ -197,7 +199,7 @@ class _Library:
         reasons = self._reasons(otherwise)
         machine = f"{self.backend.name} {{}} on a machine with an NVIDIA GPU and its driver only"
         if EngineFlag.STRIPPED in self.job.flags and not cuda_devices()[0]:
-            hint = machine.format("strips weights") + "; leave --strip-weights out"
+            hint = machine.format("strips weights") + "; leave --weights stripped out"
             return _Refusal(Fault.MACHINE, [hint, *reasons])
         if not self.rtx and any(map(_NO_DRIVER.search, reasons)):
             return _Refusal(Fault.MACHINE, [machine.format("builds"), *reasons])
@@ -254,7 +256,7 @@ def _load(backend: Backend) -> Any:
 
 
 def _log(trt: Any, backend: Backend, verbosity: Verbosity) -> Any:
-    """A logger that keeps errors and figures; it becomes Polygraphy's."""
+    """A logger that keeps errors; it becomes Polygraphy's."""
     from polygraphy.backend.trt import util
     from polygraphy.logger import G_LOGGER
 
@@ -268,13 +270,10 @@ def _log(trt: Any, backend: Backend, verbosity: Verbosity) -> Any:
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
-            self.activation_bytes: int | None = None
 
         def log(self, severity: Any, text: str) -> None:
             if int(severity) <= int(trt.Logger.ERROR):
                 self.errors.append(text.strip())
-            elif match := _ACTIVATIONS.search(text):
-                self.activation_bytes = max(int(match[1]), self.activation_bytes or 0)
             if int(severity) <= int(shown):
                 sys.stderr.write(f"{backend.name}: {text}\n")
 

@@ -27,7 +27,7 @@ def inspect_simple(checkpoint: Checkpoint, target: Checkpoint | None) -> dict[st
     found |= {"problem": None, "spec": None}
     if draft:
         found |= {"format": FORMAT, "recognised_by": f"model_type is {DRAFT_TYPE}"}
-        found |= {"defaults": [], "needs": None, "verifier": None}
+        found |= {"defaults": [], "notes": [], "needs": None, "verifier": None}
     try:
         spec = draft_from_checkpoint(checkpoint) if draft else target_from_checkpoint(checkpoint)
     except _FINDINGS as problem:

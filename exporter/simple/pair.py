@@ -18,7 +18,7 @@ from .spec import FAMILY, FORMAT, SimpleDraftSpec, SimpleTargetSpec
 if TYPE_CHECKING:
     from torch import nn
 
-_FLOAT32_PARTS = ("hidden", "W_proj", "W_mix", "pos_embed", "logits")
+FLOAT32_PARTS = ("hidden", "W_proj", "W_mix", "pos_embed", "logits")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class SimplePair:
                     stages=tuple(f"step.{i}" for i in range(len(draft.unmask_counts))),
                 ),
             ),
-            float32_parts=_FLOAT32_PARTS,
+            float32_parts=FLOAT32_PARTS,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,7 @@ def manifest(tmp_path: Path) -> Manifest:
     return manifest_from_bundle(tmp_path)
 
 
-def edited(manifest: Manifest, **changes: object) -> Manifest:
+def edited(manifest: Manifest, **changes: Any) -> Manifest:
     return replace(manifest, engines={NAME: replace(manifest.engines[NAME], **changes)})
 
 

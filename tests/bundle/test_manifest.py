@@ -82,7 +82,7 @@ def _drop(*keys: str) -> Any:
         (_set("dtype", value="float8"), r"manifest.json.dtype: got 'float8', expected one of 'float32'"),
         (_set("max_length", value=1), r"max_length: got 1, expected >= 2"),
         (_set("slack_slots", value=0), r"slack_slots: got 0, expected >= block_size"),
-        (_set("draft", "block_size", value=1), r"block_size: got 1, expected >= 2"),
+        (_set("draft", "block_size", value=1), r"block_size: got 1, expected >= 1 row that proposes"),
         (_set("draft", "first_proposal_row", value=2), r"first_proposal_row: got 2, expected 0 or 1"),
         (_set("draft", "tap_convention", value="input of layer i"), r"tap_convention: got"),
         (_set("draft", "taps", value=[]), r"draft.taps: got \(\), expected at least one tap"),

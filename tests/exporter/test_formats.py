@@ -23,6 +23,10 @@ from originals import speculators_draft, tiny_target, zlab_draft
 CONFIGS = 64
 TARGETS = ("llama", "qwen2", "qwen3")
 TAPS = ([0], [1, 0], [0, 1], [2, 0, 1])
+# One or two layers: a layer more costs seconds of tracing and shows nothing new.
+FULL, SLIDING = "full_attention", "sliding_attention"
+LAYERS = ([FULL], [SLIDING], [SLIDING, FULL], [FULL, SLIDING], [SLIDING, SLIDING])
+WINDOWS = (3, 8, 20)
 PROMPTS = [
     "one",
     "a prompt that is longer than a window of twenty, so that sliding layers forget its beginning",

@@ -15,7 +15,9 @@ from dflash_deploy.bundle.manifest import EngineFlag, manifest_from_bundle
 from dflash_deploy.bundle.profiles import ProfileSet
 from dflash_deploy.bundle.tensors import DType
 from dflash_deploy.exporter.engines.options import BuildOptions, Residence
+from dflash_deploy.exporter.export import export_bundle
 from dflash_deploy.exporter.progress import NullProgress
+from dflash_deploy.exporter.simple.seed import seed_checkpoints
 
 from .conftest import build
 
@@ -121,3 +123,12 @@ def test_every_draft_format_and_target_family_builds(tiny_bundle, tmp_path, name
     shutil.copytree(tiny_bundle(name).bundle, bundle)
     manifest = build(bundle, ("target", "draft"), ("8.6",))
     assert len(manifest.engines) == 2
+
+
+@pytest.mark.slow
+def test_the_simple_family_builds(tmp_path):
+    target, draft = seed_checkpoints(tmp_path / "seed")
+    export_bundle(str(target), str(draft), tmp_path / "bundle", DType.FLOAT32)
+    manifest = build(tmp_path / "bundle", ("target", "draft"), ("8.9",))
+    for info in manifest.engines.values():
+        assert EngineFlag.DECOMPOSABLE_ATTENTION not in info.flags, "there is no attention in it"

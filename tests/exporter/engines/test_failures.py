@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +78,7 @@ def test_turing_is_refused_for_the_draft_with_the_reason(half):
 def test_stripping_weights_without_a_gpu_is_refused_with_the_reason(half):
     before = content(half)
     expected = (
-        r"strips weights on a machine with an NVIDIA GPU and its driver only; leave --strip-weights out"
+        r"strips weights on a machine with an NVIDIA GPU and its driver only; leave --weights stripped out"
     )
     with pytest.raises(ProviderError, match=expected):
         build(half, options=BuildOptions(weights=Weights.STRIPPED))
@@ -132,7 +135,7 @@ def test_an_interrupt_ends_the_process_and_changes_nothing(half, monkeypatch):
             if text.startswith("Building"):
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(process.subprocess, "Popen", watched)
+    monkeypatch.setattr(subprocess, "Popen", watched)
     before = content(half)
     with pytest.raises(KeyboardInterrupt):
         build(half, progress=Impatient())
@@ -193,14 +196,14 @@ def test_a_bundle_that_cannot_be_written_is_refused_before_building(half, monkey
     def read_only(*args: object, **kwargs: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(build_module.tempfile, "mkdtemp", read_only)
+    monkeypatch.setattr(tempfile, "mkdtemp", read_only)
     with pytest.raises(OutputError, match=r"cannot write into .*Read-only file system"):
         build(half)
 
 
 def test_too_little_space_is_refused_before_building(half, monkeypatch):
-    usage = build_module.shutil.disk_usage(half)._replace(free=1000)
-    monkeypatch.setattr(build_module.shutil, "disk_usage", lambda path: usage)
+    usage = shutil.disk_usage(half)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OutputError, match=r"got 0.00 GB free, expected at least"):
         build(half)
 
@@ -246,9 +249,7 @@ class TestTensorRT:
     """The other flavour: the same loaders, as far as they come without it."""
 
     def test_not_installed_names_the_extra(self, half, monkeypatch):
-        from dflash_deploy.exporter.engines import backends
-
-        monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(
             ProviderError, match=r"tensorrt is not installed; pip install 'dflash-deploy\[tensorrt\]'"
         ):

@@ -41,9 +41,8 @@ def model() -> ir.Model:
 
 def shapes(parsed: ir.Model) -> dict[str, list]:
     values = [*parsed.graph.inputs, *(v for node in parsed.graph for v in node.outputs)]
-    return {
-        v.name: [d if isinstance(d, int) else str(d) for d in v.shape] for v in values if v.shape is not None
-    }
+    known = {v.name or "": v.shape for v in values if v.shape is not None}
+    return {name: [d if isinstance(d, int) else str(d) for d in shape] for name, shape in known.items()}
 
 
 def run(parsed: ir.Model, ids: np.ndarray, table: np.ndarray) -> list[np.ndarray]:

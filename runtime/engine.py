@@ -1,0 +1,113 @@
+"""What the loop needs from an inference engine. ONNX Runtime fits it now, TensorRT later.
+
+An engine is opened from a graph file and its `GraphInfo` and keeps the weights. Everything that belongs to
+one request (KV caches, input and output buffers) lives in a `KVCache` made by it, so that several requests
+may be in flight over the same engine without seeing each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..bundle.manifest import GraphInfo
+from ..bundle.tensors import GraphIO
+
+IntArray = NDArray[np.int64]
+
+
+class DeviceTensor(Protocol):
+    """An output that stays where the engine computed it.
+
+    It may be handed to another engine on the same device as an input. The next `run` over the same cache
+    may overwrite it.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes."""
+
+    def to_host(self) -> NDArray[Any]:
+        """Values in host memory; waits for the device. Valid until the next `run` over the same cache."""
+
+
+class KVCache(Protocol):
+    """Device memory of one request for one graph: caches, updated in place, and the buffers of its passes.
+
+    Freed when it is dropped. A new one holds zeros: slots that nothing was written to must be finite.
+    """
+
+    @property
+    def capacity(self) -> int:
+        """Slots of every cache tensor."""
+
+
+class GraphRunner(Protocol):
+    """One graph, loaded on a device. Safe to use from several threads, one cache in one thread at a time."""
+
+    @property
+    def info(self) -> GraphInfo:
+        """The graph's part of the manifest."""
+
+    @property
+    def effective(self) -> Mapping[str, object]:
+        """The settings the engine really runs with: engine, version, providers, threads."""
+
+    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
+        """Allocate a request's memory with `capacity` slots.
+
+        Raises:
+            EngineError: the device has not that much memory, or the engine is closed.
+        """
+
+    def run(
+        self,
+        cache: KVCache,
+        inputs: Mapping[str, IntArray | DeviceTensor],
+        wanted: Sequence[str],
+    ) -> list[DeviceTensor]:
+        """Run one pass; the caches in `cache` are the graph's past_* inputs and present_* outputs.
+
+        Args:
+            cache: made by this runner.
+            inputs: every input of the graph that is not a cache. Host arrays are copied before the call
+                returns.
+            wanted: names of the outputs to give, in the order wanted. Others are not given out.
+
+        Raises:
+            EngineError: the engine failed; the cache's content is undefined afterwards.
+        """
+
+    def close(self) -> None:
+        """Free the weights. Closing twice is harmless."""
+
+
+def resolve_axes(
+    io: GraphIO, shapes: Mapping[str, Sequence[int]], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Find the size of every named axis from the shapes of the inputs given.
+
+    Args:
+        io: the graph's interface.
+        shapes: shape of each input, by name.
+        sizes: axes already known (batch, capacity).
+
+    Raises:
+        ValueError: an input is missing or unknown, or two inputs disagree. This is a bug of the caller.
+    """
+    found = dict(sizes)
+    known = {tensor.name: tensor for tensor in io.inputs}
+    for name, shape in shapes.items():
+        tensor = known.get(name)
+        if tensor is None:
+            raise ValueError(f"input {name}: unknown, expected one of {sorted(known)}")
+        if len(shape) != len(tensor.axes):
+            raise ValueError(f"input {name}: got shape {tuple(shape)}, expected axes {tensor.axes}")
+        for axis, size in zip(tensor.axes, shape, strict=True):
+            expected = found.setdefault(axis, size) if isinstance(axis, str) else axis
+            if size != expected:
+                raise ValueError(f"input {name}: got shape {tuple(shape)}, expected {axis} = {expected}")
+    return found

@@ -1,0 +1,193 @@
+"""The repository's root is the package: what is shipped, what may import what, and at which cost."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import dflash_deploy
+
+ROOT = Path(__file__).parents[2]
+NAME = "dflash_deploy"
+PACKAGES = ("bundle", "demo", "exporter", "plugins", "runtime")
+HEAVY = (
+    "torch",
+    "transformers",
+    "onnx",
+    "onnxscript",
+    "onnx_ir",
+    "safetensors",
+    "gguf",
+    "huggingface_hub.hf_api",
+)
+
+# Who may import whom inside the package. `cli` and `demo` stand above everything.
+ALLOWED = {
+    "bundle": {"bundle"},
+    "plugins": {"plugins", "bundle"},
+    "runtime": {"runtime", "plugins", "bundle"},
+    "exporter": {"exporter", "plugins", "bundle"},
+    "demo": {"demo", "exporter", "runtime", "plugins", "bundle"},
+    "cli": {"demo", "exporter", "runtime", "plugins", "bundle"},
+    "__main__": {"cli"},
+    "__init__": {"bundle", "runtime"},
+}
+# Packages that the parts that run a bundle never import, not even lazily.
+FORBIDDEN = {
+    "bundle": {"torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "gguf", "numpy"},
+    "runtime": {"torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "gguf"},
+}
+
+
+def _settings() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def _modules() -> list[Path]:
+    return [*ROOT.glob("*.py"), *(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))]
+
+
+def test_every_package_in_the_tree_is_listed():
+    tree = {NAME} | {
+        ".".join((NAME, *file.parent.relative_to(ROOT).parts))
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("__init__.py")
+    }
+    assert set(_settings()["tool"]["setuptools"]["packages"]) == tree
+
+
+def test_every_module_is_in_a_package():
+    for file in _modules():
+        assert (file.parent / "__init__.py").is_file(), file
+
+
+def test_only_these_modules_stand_at_the_root():
+    """Every root module ships; a conftest.py or a scratch file there would, too."""
+    assert {file.name for file in ROOT.glob("*.py")} == {"__init__.py", "__main__.py", "cli.py"}
+
+
+def test_package_data_is_there_and_complete():
+    data = _settings()["tool"]["setuptools"]["package-data"]
+    for package, files in data.items():
+        folder = ROOT.joinpath(*package.split(".")[1:])
+        for file in files:
+            assert (folder / file).is_file(), file
+    shipped = {ROOT / "demo" / file for file in data[f"{NAME}.demo"]}
+    assert {
+        f for f in (ROOT / "demo").rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")
+    } == shipped
+
+
+def test_the_version_is_written_once():
+    settings = _settings()
+    assert "version" in settings["project"]["dynamic"]
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": f"{NAME}.__version__"}
+    assert dflash_deploy.__version__
+
+
+def test_both_console_scripts_call_the_same():
+    scripts = _settings()["project"]["scripts"]
+    assert scripts == dict.fromkeys(("dflash", "dflash-deploy"), f"{NAME}.cli:main")
+
+
+def test_no_extra_brings_two_onnxruntimes():
+    project = _settings()["project"]
+    runtimes = [
+        extra for extra, needs in project["optional-dependencies"].items() if "onnxruntime" in str(needs)
+    ]
+    assert runtimes == ["cpu", "cuda"]
+    assert "onnxruntime" not in str(project["dependencies"])
+
+
+def test_pins_have_reasons():
+    """Each pin of the development environment has a comment beside it or heads a group that has one."""
+    for file in ("dev.txt", "originals.txt"):
+        group_has_reason = False
+        for line in (ROOT / "requirements" / file).read_text(encoding="utf-8").splitlines():
+            requirement, _, reason = line.partition("#")
+            if not requirement.strip():
+                group_has_reason = (group_has_reason and bool(line.strip())) or len(reason.split()) > 3
+                continue
+            assert "==" in requirement, line
+            group_has_reason = group_has_reason or bool(reason)
+            assert group_has_reason, line
+
+
+def _imports(file: Path) -> list[tuple[str, int]]:
+    """Absolute names of everything a file imports, at its top or inside functions."""
+    package = [NAME, *file.relative_to(ROOT).parent.parts]
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found += [(f"{module}.{alias.name}", node.lineno) for alias in node.names]
+    return found
+
+
+def _part(file: Path) -> str:
+    relative = file.relative_to(ROOT)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+@pytest.mark.parametrize("file", _modules(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_go_one_way(file):
+    part = _part(file)
+    for name, line in _imports(file):
+        parts = name.split(".")
+        assert parts[0] not in PACKAGES, f"{file}:{line}: {name} works only from the repository's root"
+        if parts[0] == NAME and len(parts) > 1 and parts[1] != "__version__":
+            assert parts[1] in ALLOWED[part], f"{file}:{line}: {part} imports {name}"
+        assert parts[0] not in FORBIDDEN.get(part, ()), f"{file}:{line}: {part} imports {name}"
+
+
+def _loaded(code: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        (f"import {NAME}", (*HEAVY, "numpy", "onnxruntime", "click", "tokenizers")),
+        (f"import {NAME}.cli", (*HEAVY, "numpy", "onnxruntime", "rich", "tokenizers", "jinja2")),
+        (f"import {NAME}.bundle.manifest", (*HEAVY, "numpy", "onnxruntime")),
+        (f"import {NAME}.plugins", (*HEAVY, "triton")),
+        (f"import {NAME}.demo", (*HEAVY, "numpy", "onnxruntime")),
+        *(
+            (f"import {NAME}.runtime.{file.stem}", HEAVY)
+            for file in sorted((ROOT / "runtime").glob("*.py"))
+            if file.stem != "__init__"
+        ),
+        (f"import {NAME}; {NAME}.Decoder", HEAVY),
+    ],
+)
+def test_importing_costs_little(code, absent):
+    loaded = _loaded(code)
+    assert loaded & set(absent) == set()
+
+
+def test_the_root_gives_its_public_names_lazily():
+    for name in dflash_deploy.__all__:
+        assert getattr(dflash_deploy, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Encoder'"):
+        dflash_deploy.Encoder  # noqa: B018
+
+
+def test_no_file_names_a_package_index():
+    for file in (ROOT / "Makefile", ROOT / "pyproject.toml", *(ROOT / "requirements").iterdir()):
+        text = file.read_text(encoding="utf-8")
+        assert "index-url" not in text
+        assert "://" not in text.replace("https://mypy", ""), file
