@@ -334,10 +334,15 @@ def inspect_command(source: str, target: str | None, as_json: bool) -> None:
     if (Path(source) / MANIFEST).is_file():
         from .runtime.inspect_bundle import describe_bundle, description_lines
 
+        if target is not None:
+            raise click.UsageError(
+                f"--target: {source} is a bundle and holds its target; leave the option out"
+            )
         found = describe_bundle(Path(source))
         lines = description_lines(found)
     else:
-        from .exporter.inspect import inspect_checkpoint, inspection_lines
+        from .exporter.inspect import inspect_checkpoint
+        from .exporter.inspect_lines import inspection_lines
 
         found = inspect_checkpoint(source, target)
         lines = inspection_lines(found)

@@ -169,7 +169,10 @@ def _parameters(
         beside = config.get(ORIGINAL_LENGTH)
         if beside is not None and found.get(ORIGINAL_LENGTH, beside) != beside:
             raise field_error(
-                CheckpointError, f"{path}.{ORIGINAL_LENGTH}", found[ORIGINAL_LENGTH], f"{where}: {ORIGINAL_LENGTH} {beside!r}"
+                CheckpointError,
+                f"{path}.{ORIGINAL_LENGTH}",
+                found[ORIGINAL_LENGTH],
+                f"{where}: {ORIGINAL_LENGTH} {beside!r}",
             )
         # transformers' own rule: without it, the scaling starts from the config's longest position.
         found.setdefault(ORIGINAL_LENGTH, longest if beside is None else beside)

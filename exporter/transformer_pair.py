@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..bundle import tensors as t
 from ..bundle.manifest import ConvInfo, DraftInfo, SelectorInfo, TargetInfo
@@ -14,13 +15,14 @@ from .checkpoint import Checkpoint
 from .drafts.formats import draft_from_checkpoint
 from .drafts.mask_row import check_embedding_copy, mask_row_from_checkpoint
 from .drafts.names import MASK_EMBEDDING
-from .drafts.spec import DraftSpec
+from .drafts.spec import ConvSpec, DraftSpec, SelectorSpec
 from .modules.layers import RopeSet
 from .pairing import check_pair
 from .plan import TARGET_PREFIX, ExportPlan, GraphPlan, Side
 from .progress import Progress
 from .targets.families import target_from_checkpoint
-from .targets.spec import TargetSpec
+from .targets.spec import NormWeight, TargetSpec
+from .targets.tensors import norm_names
 from .trace import TORCH_DTYPES
 
 FLOAT32_PARTS = ("residual", "norms", "rope", "softmax", "fc", "conv", "selector", "logits")
@@ -40,8 +42,7 @@ class TransformerPair:
     @property
     def target(self) -> Side:
         """See `Pair`."""
-        spec = self.target_spec
-        return Side(self.target_checkpoint, dict(spec.tensors), spec.checkpoint_dtype)
+        return target_side(self.target_checkpoint, self.target_spec)
 
     @property
     def draft(self) -> Side:
@@ -74,9 +75,27 @@ class TransformerPair:
 
     def plan(self, dtype: DType) -> ExportPlan:
         """Plan a graph for the target, one for the draft, and one for each of its DFlash2 parts."""
-        target, draft = _infos(self.target_spec, self.draft_spec, dtype)
-        graphs = _graphs(self.target_spec, self.draft_spec, target, draft, dtype)
-        return ExportPlan(target, draft, tuple(graphs), FLOAT32_PARTS)
+        target, draft = self.target_spec, self.draft_spec
+        target_info, draft_info = _infos(target, draft, dtype)
+        graphs = [target_graph(target, draft.taps, dtype), _draft_graph(target, draft, draft_info, dtype)]
+        if draft.conv is not None:
+            graphs.append(_conv_graph(draft, draft.conv))
+        if draft.selector is not None:
+            graphs.append(_selector_graph(draft, draft.selector))
+        return ExportPlan(target_info, draft_info, tuple(graphs), FLOAT32_PARTS)
+
+
+def target_side(checkpoint: Checkpoint, spec: TargetSpec) -> Side:
+    """A target's checkpoint, and how its parameters are read."""
+    tensors, loads = dict(spec.tensors), {}
+    if spec.norm_weight is NormWeight.ABOVE_ONE:
+        loads = {name: partial(_above_one, checkpoint, tensors[name]) for name in norm_names(spec)}
+    return Side(checkpoint, tensors, spec.checkpoint_dtype, loads)
+
+
+def _above_one(checkpoint: Checkpoint, stored: str) -> Tensor:
+    """A norm's factor, in the precision in which the original adds."""
+    return checkpoint.read(stored).to(torch.float32) + 1.0
 
 
 def pair_from_checkpoints(target: Checkpoint, draft: Checkpoint) -> TransformerPair:
@@ -96,7 +115,7 @@ def _infos(target: TargetSpec, draft: DraftSpec, dtype: DType) -> tuple[TargetIn
         num_layers=target.num_layers,
         vocab_size=target.vocab_size,
         embedding_rows=target.embedding_rows,
-        cache=CacheShape(target.num_layers, target.num_kv_heads, target.head_dim, dtype),
+        cache=_target_cache(target, dtype),
     )
     draft_info = DraftInfo(
         family=draft.family.value,
@@ -115,93 +134,87 @@ def _infos(target: TargetSpec, draft: DraftSpec, dtype: DType) -> tuple[TargetIn
     return target_info, draft_info
 
 
-def _graphs(
-    target: TargetSpec, draft: DraftSpec, target_info: TargetInfo, draft_info: DraftInfo, dtype: DType
-) -> list[GraphPlan]:
-    from .modules.draft import DraftModule
-    from .modules.selector import Selector
-    from .modules.standalone import ConvAlone
+def _target_cache(target: TargetSpec, dtype: DType) -> CacheShape:
+    return CacheShape(target.num_layers, target.num_kv_heads, target.head_dim, dtype)
 
-    torch_dtype = TORCH_DTYPES[dtype]
-    feature_size = len(draft.taps) * target.hidden_size
-    draft_vocab = draft_info.draft_vocab_size
-    target_ropes = RopeSet.from_specs([target.rope])
-    draft_ropes = RopeSet.from_specs(draft.ropes)
 
-    def build_target() -> nn.Module:
+def target_graph(target: TargetSpec, taps: tuple[int, ...], dtype: DType) -> GraphPlan:
+    """Plan the target's graph; its features are the outputs of the layers `taps`."""
+    ropes = RopeSet.from_specs([layer.rope for layer in target.layers])
+
+    def build() -> nn.Module:
         from .modules.target import TargetModule
 
-        return TargetModule(target, draft.taps, target_ropes, torch_dtype)
+        return TargetModule(target, taps, ropes, TORCH_DTYPES[dtype])
 
-    def build_draft() -> nn.Module:
-        return DraftModule(draft, target.embedding_rows, target.tied, draft_ropes, torch_dtype)
+    return GraphPlan(
+        t.TARGET,
+        build,
+        t.target_io(_target_cache(target, dtype), target.vocab_size, len(taps) * target.hidden_size),
+        caches=2 * target.num_layers,
+        constants=tuple(ropes.constants.items()),
+        prefix=TARGET_PREFIX,
+    )
+
+
+def _draft_graph(target: TargetSpec, draft: DraftSpec, info: DraftInfo, dtype: DType) -> GraphPlan:
+    ropes = RopeSet.from_specs(draft.ropes)
+
+    def build() -> nn.Module:
+        from .modules.draft import DraftModule
+
+        return DraftModule(draft, target.embedding_rows, target.tied, ropes, TORCH_DTYPES[dtype])
 
     stages = ["context", *(f"layer.{i}" for i in range(len(draft.layers))), "hidden"]
     if draft.selector is not None:
         stages.append("logits")
-    plans = [
-        GraphPlan(
-            t.TARGET,
-            build_target,
-            t.target_io(target_info.cache, target.vocab_size, feature_size),
-            caches=2 * target.num_layers,
-            constants=tuple(target_ropes.constants.items()),
-            prefix=TARGET_PREFIX,
+    return GraphPlan(
+        t.DRAFT,
+        build,
+        t.draft_io(
+            info.cache,
+            len(draft.taps) * target.hidden_size,
+            draft.block_size,
+            draft.proposals,
+            info.draft_vocab_size,
+            None if draft.selector is None else draft.selector.top_k,
         ),
-        GraphPlan(
-            t.DRAFT,
-            build_draft,
-            t.draft_io(
-                draft_info.cache,
-                feature_size,
-                draft.block_size,
-                draft.proposals,
-                draft_vocab,
-                None if draft.selector is None else draft.selector.top_k,
-            ),
-            caches=2 * len(draft.layers),
-            stages=tuple(stages),
-            kernel_size=None if draft.conv is None else draft.conv.kernel_size,
-            constants=tuple(draft_ropes.constants.items()),
-        ),
-    ]
-    if draft.conv is not None:
-        conv = draft.conv
-        groups = draft.hidden_size // conv.group_size
-        plans.append(
-            GraphPlan(
-                t.CONV,
-                lambda: ConvAlone(draft.block_size, conv.group_size),
-                GraphIO(
-                    (
-                        TensorInfo(t.HIDDEN, DType.FLOAT32, (t.BATCH, t.ROWS, draft.hidden_size)),
-                        TensorInfo(t.DELTA, DType.FLOAT32, (t.BATCH, t.ROWS, conv.kernel_size, groups)),
-                        TensorInfo(t.BASE, DType.FLOAT32, (conv.kernel_size, draft.hidden_size)),
-                    ),
-                    (TensorInfo(t.OUTPUT, DType.FLOAT32, (t.BATCH, t.ROWS, draft.hidden_size)),),
-                ),
-                kernel_size=conv.kernel_size,
-            )
-        )
-    if draft.selector is not None:
-        selector, rows, k = draft.selector, draft.proposals, draft.selector.top_k
-        plans.append(
-            GraphPlan(
-                t.SELECTOR,
-                lambda: Selector(selector, draft.vocab_size, draft.hidden_size),
-                GraphIO(
-                    (
-                        TensorInfo(t.HIDDEN, DType.FLOAT32, (t.BATCH, rows, draft.hidden_size)),
-                        TensorInfo(t.UNARY_LOGITS, DType.FLOAT32, (t.BATCH, rows, draft.vocab_size)),
-                        TensorInfo(t.ANCHOR_IDS, DType.INT64, (t.BATCH,)),
-                    ),
-                    (
-                        TensorInfo(t.PROPOSALS, DType.INT64, (t.BATCH, rows)),
-                        TensorInfo(t.CANDIDATES, DType.INT64, (t.BATCH, rows, k)),
-                        TensorInfo(t.EDGE_SCORES, DType.FLOAT32, (t.BATCH, rows, k, k)),
-                    ),
-                ),
-                prefix="draft.candidate_selector.",
-            )
-        )
-    return plans
+        caches=2 * len(draft.layers),
+        stages=tuple(stages),
+        kernel_size=None if draft.conv is None else draft.conv.kernel_size,
+        constants=tuple(ropes.constants.items()),
+    )
+
+
+def _conv_graph(draft: DraftSpec, conv: ConvSpec) -> GraphPlan:
+    def build() -> nn.Module:
+        from .modules.standalone import ConvAlone
+
+        return ConvAlone(draft.block_size, conv.group_size)
+
+    groups = draft.hidden_size // conv.group_size
+    rows = TensorInfo(t.HIDDEN, DType.FLOAT32, (t.BATCH, t.ROWS, draft.hidden_size))
+    delta = TensorInfo(t.DELTA, DType.FLOAT32, (t.BATCH, t.ROWS, conv.kernel_size, groups))
+    base = TensorInfo(t.BASE, DType.FLOAT32, (conv.kernel_size, draft.hidden_size))
+    out = TensorInfo(t.OUTPUT, DType.FLOAT32, rows.axes)
+    return GraphPlan(t.CONV, build, GraphIO((rows, delta, base), (out,)), kernel_size=conv.kernel_size)
+
+
+def _selector_graph(draft: DraftSpec, selector: SelectorSpec) -> GraphPlan:
+    def build() -> nn.Module:
+        from .modules.selector import Selector
+
+        return Selector(selector, draft.vocab_size, draft.hidden_size)
+
+    rows, k = draft.proposals, selector.top_k
+    inputs = (
+        TensorInfo(t.HIDDEN, DType.FLOAT32, (t.BATCH, rows, draft.hidden_size)),
+        TensorInfo(t.UNARY_LOGITS, DType.FLOAT32, (t.BATCH, rows, draft.vocab_size)),
+        TensorInfo(t.ANCHOR_IDS, DType.INT64, (t.BATCH,)),
+    )
+    outputs = (
+        TensorInfo(t.PROPOSALS, DType.INT64, (t.BATCH, rows)),
+        TensorInfo(t.CANDIDATES, DType.INT64, (t.BATCH, rows, k)),
+        TensorInfo(t.EDGE_SCORES, DType.FLOAT32, (t.BATCH, rows, k, k)),
+    )
+    return GraphPlan(t.SELECTOR, build, GraphIO(inputs, outputs), prefix="draft.candidate_selector.")

@@ -36,7 +36,7 @@ class Provider:
     remedy: str
 
 
-SPIN_US = 100
+SPIN_US = 50
 """How long an idle thread of a pass looks for work before it sleeps. Long enough for the gaps between two
 operators; onnxruntime's own, longer time makes a pass several times slower where other processes use the
 cores, and keeps the draft's threads busy while the target computes."""
@@ -256,6 +256,8 @@ class OrtRunner:
         )
         if len(inputs) != len(self._inputs):
             raise ValueError(f"inputs: got {sorted(inputs)}, expected {sorted(self._inputs)}")
+        if not wanted and not self._caches:
+            return []  # nothing to fill and nothing to give: the simple family's draft keeps no context
         try:
             for name, value in inputs.items():
                 if isinstance(value, np.ndarray):

@@ -70,9 +70,7 @@ def main() -> None:
         )[:, 1:]
         logits = target.logits(hidden[row : row + 1])
         compare(f"draft at {anchor}", logits, original.lm_head(expected_hidden))
-        path, _, _ = original_draft.propose(
-            expected_hidden, block[:, 0], original.lm_head, temperature=0.0
-        )
+        path, _, _ = original_draft.propose(expected_hidden, block[:, 0], original.lm_head, temperature=0.0)
         ours = propose(draft, hidden[row], logits[0], int(ids[0, anchor]))
         if path[0].tolist() != ours:
             raise SystemExit(f"proposals at {anchor}: got {ours}, expected {path[0].tolist()}")

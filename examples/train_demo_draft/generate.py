@@ -132,9 +132,7 @@ class Rows:
             text[row, : len(ids)] = ids
         given = torch.tensor([len(self.prefix) + len(opening) for opening in openings])
         draws = torch.randint(len(c.turn_limits), (len(openings),)).tolist()
-        limit = torch.tensor(
-            [len(o) + c.turn_limits[d] for o, d in zip(openings, draws, strict=True)]
-        )
+        limit = torch.tensor([len(o) + c.turn_limits[d] for o, d in zip(openings, draws, strict=True)])
         sampled = torch.rand(len(openings)) < c.sampled_share
         self.text[which] = text.to(device)
         self.given[which] = given.to(device)

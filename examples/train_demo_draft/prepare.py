@@ -58,9 +58,7 @@ def unpermute_rows(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def pack_target(gguf: Path, out: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(
-        str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     c = model.config
     shape = LlamaShape(
         layers=c.num_hidden_layers,

@@ -48,9 +48,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--held-out", type=int, default=fit.held_out)
     parser.add_argument("--seed", type=int, default=gen.seed)
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's choice")
-    parser.add_argument(
-        "--random-target", action="store_true", help="no weights: try the machine only"
-    )
+    parser.add_argument("--random-target", action="store_true", help="no weights: try the machine only")
     return parser.parse_args()
 
 
@@ -83,9 +81,7 @@ def main() -> None:
     summary: dict = {"arguments": {k: str(v) for k, v in vars(args).items()}}
     conversations, notes = args.work / "conversations.npz", args.work / "generate.json"
     if not conversations.exists():
-        config = GenerateConfig(
-            rows=args.rows, slots=args.slots, budget_s=args.generate_s, seed=args.seed
-        )
+        config = GenerateConfig(rows=args.rows, slots=args.slots, budget_s=args.generate_s, seed=args.seed)
         generated = generate(target, tokens, config, conversations)
         notes.write_text(json.dumps(generated))
         if args.device.startswith("cuda"):

@@ -48,7 +48,7 @@ def read_draft(checkpoint: Checkpoint, recognition: Recognition) -> DraftReading
     block_size = own.whole("block_size", _DEFAULT_BLOCK_SIZE, minimum=2)
     layers = _layers(top, body)
     if top.value("is_causal", None) is None and any(layer.window is not None for layer in layers):
-        own.fill("is_causal", "as layer_types: sliding layers are, full ones are not")
+        own.fill("is_causal", "as layer_types say")
     if own.value("causal", None) not in (None, *{layer.causal for layer in layers}):
         raise own.error(
             "causal",

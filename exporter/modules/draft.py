@@ -16,6 +16,7 @@ from ..drafts.spec import ConvSpec, DraftSpec, LayerSpec, WindowOrigin
 from . import ops
 from .layers import MLP, Linear, RMSNorm, RopeSet, attention_scale, merge_heads, split_heads
 from .selector import Selector
+from .softcap import softcap
 
 
 class Conv(nn.Module):
@@ -161,7 +162,7 @@ class DraftModule(nn.Module):
             None if spec.selector is None else Selector(spec.selector, spec.vocab_size, hidden)
         )
         self.ropes = ropes.modules()
-        self.rope_of_layer = ropes.of_layer
+        self.rope_of_layer = [rope for rope in ropes.of_layer if rope is not None]  # every layer has one
 
     def forward(
         self,
@@ -238,9 +239,7 @@ class DraftModule(nn.Module):
             logits = F.linear(hidden.to(weight.dtype), weight).to(torch.float32)
         if spec.output_multiplier != 1.0:
             logits = logits * spec.output_multiplier
-        if spec.logit_softcap is not None:
-            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
-        return logits
+        return softcap(logits, spec.logit_softcap)
 
 
 def _visible(layer: LayerSpec, block_size: int, anchor: Tensor, block_rows: Tensor, slots: Tensor) -> Tensor:

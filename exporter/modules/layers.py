@@ -76,17 +76,17 @@ class RopeSet:
 
     inv_freqs: tuple[np.ndarray, ...]
     scalings: tuple[float, ...]
-    of_layer: tuple[int, ...]
+    of_layer: tuple[int | None, ...]
 
     @classmethod
-    def from_specs(cls, specs: Sequence[RopeSpec]) -> RopeSet:
-        """One spec a layer; equal specs share a table."""
-        different = list(dict.fromkeys(specs))
+    def from_specs(cls, specs: Sequence[RopeSpec | None]) -> RopeSet:
+        """One spec a layer, None for a layer without; equal specs share a table."""
+        different = list(dict.fromkeys(spec for spec in specs if spec is not None))
         tables = [rope_tables(spec) for spec in different]
         return cls(
             tuple(np.asarray(inv_freq, dtype=np.float32) for inv_freq, _ in tables),
             tuple(float(scaling) for _, scaling in tables),
-            tuple(different.index(spec) for spec in specs),
+            tuple(None if spec is None else different.index(spec) for spec in specs),
         )
 
     def modules(self) -> nn.ModuleList:
@@ -119,11 +119,11 @@ class Rope(nn.Module):
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(self, hidden: int, intermediate: int, act: str, dtype: torch.dtype):
+    def __init__(self, hidden: int, intermediate: int, act: str, dtype: torch.dtype, bias: bool = False):
         super().__init__()
-        self.gate_proj = Linear(hidden, intermediate, dtype)
-        self.up_proj = Linear(hidden, intermediate, dtype)
-        self.down_proj = Linear(intermediate, hidden, dtype, guard_range=True)
+        self.gate_proj = Linear(hidden, intermediate, dtype, bias)
+        self.up_proj = Linear(hidden, intermediate, dtype, bias)
+        self.down_proj = Linear(intermediate, hidden, dtype, bias, guard_range=True)
         self.act = ACTIVATIONS[act]
 
     def forward(self, x: Tensor) -> Tensor:

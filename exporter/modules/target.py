@@ -1,6 +1,6 @@
 """A dense decoder-only target in deployment form.
 
-Computes what transformers' LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM compute.
+Computes what transformers' causal language models of the families in `targets.families` compute.
 Shapes: B batch, S rows, W wanted rows, H hidden size, C capacity, K slots looked at, V vocabulary.
 """
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..targets.spec import TargetSpec
+from ..targets.spec import NormPlace, TargetLayer, TargetSpec
 from . import ops
-from .layers import MLP, Linear, RMSNorm, RopeSet, attention_scale, merge_heads, split_heads
+from .layers import MLP, Linear, RMSNorm, RopeSet, merge_heads, split_heads
+from .softcap import capped_attention, softcap
 
 
 class _Attention(nn.Module):
@@ -30,7 +31,7 @@ class _Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        tables: tuple[Tensor, Tensor],
+        tables: tuple[Tensor, Tensor] | None,
         visible: Tensor,
         start: Tensor,
         slots: Tensor,
@@ -41,26 +42,30 @@ class _Attention(nn.Module):
         q = self.q_norm(split_heads(self.q_proj(x), batch, spec.num_heads, spec.head_dim))
         k = self.k_norm(split_heads(self.k_proj(x), batch, spec.num_kv_heads, spec.head_dim))
         v = split_heads(self.v_proj(x), batch, spec.num_kv_heads, spec.head_dim)
-        q = ops.rotary(q, *tables).to(keys.dtype)
-        keys = ops.scatter_rows(keys, ops.rotary(k, *tables).to(keys.dtype), start)
+        if tables is not None:
+            q, k = ops.rotary(q, *tables), ops.rotary(k, *tables)
+        q = q.to(keys.dtype)
+        keys = ops.scatter_rows(keys, k.to(keys.dtype), start)
         values = ops.scatter_rows(values, v.to(values.dtype), start)
-        mixed = ops.attention(
-            q,
-            ops.first_slots(keys, slots),
-            ops.first_slots(values, slots),
-            visible,
-            attention_scale(spec.head_dim),
-        )
+        seen_keys, seen_values = ops.first_slots(keys, slots), ops.first_slots(values, slots)
+        if spec.attention_softcap is None:
+            mixed = ops.attention(q, seen_keys, seen_values, visible, spec.attention_scale)
+        else:
+            mixed = capped_attention(
+                q, seen_keys, seen_values, visible, spec.attention_scale, spec.attention_softcap
+            )
         return self.o_proj(merge_heads(mixed).to(torch.float32)), keys, values
 
 
 class _Layer(nn.Module):
+    """Norms before attention and MLP."""
+
     def __init__(self, spec: TargetSpec, dtype: torch.dtype):
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.self_attn = _Attention(spec, dtype)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.hidden_act, dtype)
+        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, spec.hidden_act, dtype, spec.mlp_bias)
 
     def forward(self, x: Tensor, *args: object) -> tuple[Tensor, Tensor, Tensor]:
         mixed, keys, values = self.self_attn(self.input_layernorm(x), *args)
@@ -68,17 +73,35 @@ class _Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x)), keys, values
 
 
+class _SandwichLayer(_Layer):
+    """Norms before and behind attention and MLP."""
+
+    def __init__(self, spec: TargetSpec, dtype: torch.dtype):
+        super().__init__(spec, dtype)
+        self.pre_feedforward_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_feedforward_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def forward(self, x: Tensor, *args: object) -> tuple[Tensor, Tensor, Tensor]:
+        mixed, keys, values = self.self_attn(self.input_layernorm(x), *args)
+        x = x + self.post_attention_layernorm(mixed)
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))), keys, values
+
+
+_LAYERS = {NormPlace.BEFORE: _Layer, NormPlace.AROUND: _SandwichLayer}
+
+
 class TargetModule(nn.Module):
     """The whole target; see `bundle.tensors.target_io` for its inputs and outputs."""
 
     def __init__(self, spec: TargetSpec, taps: tuple[int, ...], ropes: RopeSet, dtype: torch.dtype):
         super().__init__()
-        self.taps = taps
+        self.spec, self.taps = spec, taps
         self.embed_tokens = nn.Embedding(spec.embedding_rows, spec.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList(_Layer(spec, dtype) for _ in range(spec.num_layers))
+        self.layers = nn.ModuleList(_LAYERS[spec.norm_place](spec, dtype) for _ in spec.layers)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.lm_head = None if spec.tied else Linear(spec.hidden_size, spec.vocab_size, dtype)
         self.ropes = ropes.modules()
+        self.rope_of_layer = ropes.of_layer
 
     def forward(
         self, input_ids: Tensor, start: Tensor, slots: Tensor, wanted_rows: Tensor, caches: list[Tensor]
@@ -86,25 +109,47 @@ class TargetModule(nn.Module):
         """Run one pass: greedy_ids [B, W], logits [B, W, V], features [B, S, taps * H], caches."""
         batch, rows = input_ids.shape
         positions = start[:, None] + torch.arange(rows)[None, :]  # [B, S]
-        visible = (slots[None, None, :] <= positions[:, :, None])[:, None]  # [B, 1, S, K]
-        tables = self.ropes[0](positions)
+        masks = {layer.window: _visible(layer, positions, slots) for layer in self.spec.layers}
+        tables = [rope(positions) for rope in self.ropes]
         x = F.embedding(input_ids.reshape(-1), self.embed_tokens.weight).to(torch.float32)  # [B * S, H]
+        if self.spec.embedding_scale != 1.0:
+            x = x * self.spec.embedding_scale
         updated: list[Tensor] = []
         outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
+            rope = self.rope_of_layer[index]
             x, keys, values = layer(
-                x, tables, visible, start, slots, caches[2 * index], caches[2 * index + 1]
+                x,
+                None if rope is None else tables[rope],
+                masks[self.spec.layers[index].window],
+                start,
+                slots,
+                caches[2 * index],
+                caches[2 * index + 1],
             )
             updated += [keys, values]
             if index in self.taps:
                 outputs[index] = x
         features = torch.cat([outputs[tap] for tap in self.taps], dim=-1).reshape(batch, rows, -1)
         flat_rows = (torch.arange(batch)[:, None] * rows + wanted_rows).reshape(-1)  # [B * W]
-        hidden = self.norm(x.index_select(0, flat_rows))
+        logits = self._logits(self.norm(x.index_select(0, flat_rows)))
+        logits = logits.reshape(batch, wanted_rows.shape[1], -1)
+        return (logits.argmax(-1), logits, features, *updated)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[B * W, H] -> [B * W, V]."""
         if self.lm_head is None:
             weight = self.embed_tokens.weight
             logits = F.linear(hidden.to(weight.dtype), weight).to(torch.float32)
         else:
             logits = self.lm_head(hidden)
-        logits = logits.reshape(batch, wanted_rows.shape[1], -1)
-        return (logits.argmax(-1), logits, features, *updated)
+        return softcap(logits, self.spec.logit_softcap)
+
+
+def _visible(layer: TargetLayer, positions: Tensor, slots: Tensor) -> Tensor:
+    """Which slots each row sees: bool [B, 1, S, K]."""
+    distance = positions[:, :, None] - slots[None, None, :]  # [B, S, K]
+    visible = distance >= 0
+    if layer.window is not None:
+        visible = visible & (distance < layer.window)
+    return visible[:, None]

@@ -66,7 +66,7 @@ class TargetOriginal:
                 self.model: Any = AutoModelForCausalLM.from_pretrained(
                     str(first.parent.absolute()),
                     dtype=torch.float32,
-                    attn_implementation="sdpa",
+                    attn_implementation=_attention(checkpoint),
                     local_files_only=True,
                     **options,
                 ).eval()
@@ -99,6 +99,11 @@ class TargetOriginal:
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens)
         continuation: list[int] = out[0, len(prompt) :].tolist()
         return continuation
+
+
+def _attention(checkpoint: Checkpoint) -> str:
+    """The implementation of attention that computes what the config says: torch's own knows no soft cap."""
+    return "eager" if checkpoint.config.get("attn_logit_softcapping") else "sdpa"
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...bundle.errors import RequestError, field_error
+from ...bundle.errors import RequestError, UnsupportedError, field_error
 from ...bundle.manifest import manifest_from_bundle
 from ..progress import NullProgress, Progress
+from ..simple.spec import FAMILY
 from .generation import BundleLoop, GenerationStages
 from .graphs import PROVIDER, DraftGraph, TargetGraph, check_dtype
 from .inputs import sample_from_prompt
@@ -58,6 +59,11 @@ def parity_report(
     with progress.stage("check files and sources"):
         manifest = manifest_from_bundle(directory)
         check_dtype(manifest.dtype)
+        if manifest.draft.family == FAMILY:
+            raise UnsupportedError(
+                f"{manifest.name}: is of the family {FAMILY}, which has no PyTorch original to compare with; "
+                "the project's tests compare it with the program that defines it"
+            )
         target_checkpoint, draft_checkpoint = sources_from_manifest(manifest, target, draft)
     new_tokens = min(new_tokens, manifest.max_length - 1)
     ids = prompt_ids(directory, manifest, prompts[:most_prompts], manifest.max_length - new_tokens)

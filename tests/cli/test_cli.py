@@ -181,6 +181,9 @@ def test_inspect_says_what_would_go_wrong(bundle):
     assert "\nmask           id " in result.output
     assert "\nwarning        there is no tokenizer" in result.output
     assert json.loads(_run("inspect", bundle, "--json").output)["kind"] == "bundle"
+    refused = _run("inspect", bundle, "--target", "another")
+    assert refused.exit_code == 2
+    assert "is a bundle and holds its target; leave the option out" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from dflash_deploy.bundle.errors import CheckpointError
-from dflash_deploy.exporter.inspect import inspect_checkpoint, inspection_lines
+from dflash_deploy.exporter.inspect import inspect_checkpoint
+from dflash_deploy.exporter.inspect_lines import inspection_lines
 from originals import speculators_draft, tiny_target, zlab_draft
 
 
@@ -36,6 +37,9 @@ def folders(tmp_path_factory):
         target=target.config,
         dflash2=False,
         draft_vocab_size=40,
+        aux_hidden_state_layer_ids=[3, 1],
+        block_size=4,
+        sample_from_anchor=True,
         num_hidden_layers=1,
         layer_types=["sliding_attention"],
         use_sliding_window=True,
@@ -72,8 +76,11 @@ def test_draft(folders):
     assert text["taps"].startswith("3, 1 ")
     assert text["block"] == "16 rows, 15 proposals from row 1"
     assert text["head"] == "the target's, 160 ids, logits times 0.196, soft-capped at 20"
-    assert "block_size 16 (dflash.model)" in text["by default"]
-    assert text["target must be"] == "hidden 32, 5 layers, vocabulary 160, more than 2 embedding rows"
+    assert text["by default"] == (
+        "block_size 16, is_causal as layer_types say, input_embedding_scale 1 (dflash.model)"
+    )
+    assert text["target must be"] == "hidden 32, 5 layers, vocabulary 160"
+    assert text["can export"] == "yes, with such a target"
 
 
 def test_speculators_draft(folders):
@@ -82,6 +89,56 @@ def test_speculators_draft(folders):
     assert text["recognised by"] == "speculators_model_type is dflash"
     assert "window 8 from the anchor" in text["attention"]
     assert text["head"] == "its own, 40 of 160 ids"
+    assert text["taps"].endswith("counted from 0; aux_hidden_state_layer_ids 3, 1)")
+    assert text["block"] == "4 rows, 4 proposals from row 0, the anchor's own"
+
+
+def test_what_the_original_passes_over_is_said(tmp_path):
+    target = tiny_target(4, tmp_path / "target")
+    forced = {"target": target, "style_nested_rope": True, "style_borrowed": True, "dflash2": True}
+    speculators_draft(4, tmp_path / "draft", **forced)
+    found = inspect_checkpoint(str(tmp_path / "draft"))
+    borrowed = "embed_tokens.weight, lm_head.weight, verifier_lm_head.weight, verifier_norm.weight"
+    assert found["notes"] == [
+        "of rope_parameters the entry for sliding_attention serves every layer, as in the original",
+        f"{borrowed}: not read, the target's own are used, as in the original",
+    ]
+    lines = inspection_lines(found)
+    assert [line[15:] for line in lines if line.startswith("note")] == found["notes"]
+
+
+def test_what_the_classes_fill_in_is_said(tmp_path):
+    """Of a config with few keys, also what follows from others."""
+    rope = {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 512,
+    }
+    plain = {
+        "max_position_embeddings": 512,
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "block_size": None,
+    }
+    full = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "use_sliding_window": False}
+    zlab_draft(3, tmp_path, dflash2=False, style_flat_rope=False, rope_parameters=rope, **plain, **full)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for key in ("rms_norm_eps", "layer_types", "attention_bias"):
+        del config[key]
+    del config["rope_parameters"]["original_max_position_embeddings"]
+    path.write_text(json.dumps(config))
+    lines = inspection_lines(inspect_checkpoint(str(tmp_path)))
+    filled = [line[15:] for line in lines if line.startswith("by default")]
+    assert filled[0] == (
+        "rms_norm_eps 1e-06, original_max_position_embeddings 512, layer_types 3 times full_attention, "
+        "attention_bias false (transformers' Qwen3Config)"
+    )
+    assert "block_size 16" in filled[1]
+    assert "rope           yarn, theta 10000, factor 2, original_max_position_embeddings 512" in "\n".join(
+        lines
+    )
 
 
 def test_pair(folders):
@@ -108,6 +165,18 @@ def test_target(folders):
     assert text["family"] == "llama"
     assert text["vocabulary"].startswith("160 ids, 160 embedding rows, head ")
     assert text["stops at"] == "2"
+    assert text["attention"] == "no bias"
+    assert text["can export"] == "yes, with a draft made for it"
+
+
+def test_two_targets_are_no_pair(folders):
+    text = rows(inspect_checkpoint(str(folders / "target"), str(folders / "zlab")))
+    assert "target is a target too; give the draft first, its target with --target" in text["with target"]
+
+
+def test_a_gguf_file_says_what_it_holds(demo_target):
+    text = rows(inspect_checkpoint(str(demo_target)))
+    assert "(gguf of F32, Q4_1, Q8_0, dequantised, 272 tensors, 134.5 M numbers)" in text["checkpoint"]
 
 
 def edited(folders, tmp_path, name, **changes):
@@ -135,6 +204,7 @@ def test_what_cannot_be_exported_is_an_entry(folders, tmp_path):
 def test_unknown_kinds_are_entries(folders, tmp_path):
     found = inspect_checkpoint(edited(folders, tmp_path, "speculators", speculators_model_type="eagle3"))
     assert found["kind"] == "draft"
+    assert rows(found)["kind"] == "draft, of a kind that is not known"
     assert "speculators_model_type: got 'eagle3'" in rows(found)["cannot export"]
     found = inspect_checkpoint(edited(folders, tmp_path, "target", model_type="mamba"))
     assert found["kind"] == "target"

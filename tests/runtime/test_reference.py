@@ -35,7 +35,7 @@ def check(decoder, case, tokens, with_plain):
     else:  # blocks are cut to the budget near its end, so the last rounds may differ
         kept = [n for i, n in enumerate(lengths) if sum(lengths[: i + 1]) + 8 < tokens]
         assert kept == case["acceptance_lengths"][: len(kept)]
-        assert len(kept) > 3
+        assert sum(kept) >= 12
     assert got.stats.other_share < 0.05
     if with_plain:
         assert list(decoder.generate(prompt, tokens, Mode.PLAIN).ids) == expected

@@ -305,6 +305,7 @@ def test_published_reduced():
     assert spec.taps == (0, 16, 28, 46, 57)
     assert {d.key: d.value for d in reading.defaults} == {
         "attention_bias": False,
+        "layer_types": ["full_attention"] * 5,
         "sample_from_anchor": False,
         "sliding_window_non_causal": False,
     }

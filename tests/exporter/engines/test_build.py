@@ -80,6 +80,7 @@ def test_bfloat16_builds(bundle_of):
         assert EngineFlag.DECOMPOSABLE_ATTENTION not in info.flags
 
 
+@pytest.mark.slow
 def test_float32_builds_with_attention_taken_apart(bundle_of):
     (info,) = build(bundle_of(DType.FLOAT32)).engines.values()
     assert EngineFlag.DECOMPOSABLE_ATTENTION in info.flags

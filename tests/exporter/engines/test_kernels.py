@@ -40,6 +40,7 @@ def test_attention_is_fused_in_half_precision(bundle_of, dtype):
     assert softmaxes(found) == 0
 
 
+@pytest.mark.slow
 def test_attention_is_taken_apart_in_float32(bundle_of):
     bundle = bundle_of(DType.FLOAT32)
     build(bundle, generations=("8.9",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from dflash_deploy.bundle.errors import CheckpointError, DflashError, PairError, UnsupportedError
 from dflash_deploy.exporter.export import export_bundle
 from dflash_deploy.exporter.families import pair_from_sources
-from dflash_deploy.exporter.inspect import inspect_checkpoint, inspection_lines
+from dflash_deploy.exporter.inspect import inspect_checkpoint
+from dflash_deploy.exporter.inspect_lines import inspection_lines
 from dflash_deploy.exporter.simple.checkpoint import target_to_folder
 from toy_simple import VOCAB, toy_arrays, toy_checkpoints
 
@@ -141,3 +143,10 @@ def test_tensors(pair):
     tensors["pos_embed"] = tensors["pos_embed"].astype(np.float64)
     save_file(tensors, file)
     refused(pair, UnsupportedError, "tensor 'pos_embed' dtype: got 'F64', expected one of float32")
+
+
+def test_parity_has_no_original_to_compare_with(toy_bundle: Any) -> None:
+    from dflash_deploy.exporter.parity.run import parity_report
+
+    with pytest.raises(UnsupportedError, match="family simple, which has no PyTorch original"):
+        parity_report(toy_bundle.path, str(toy_bundle.target), str(toy_bundle.draft), ["one"])

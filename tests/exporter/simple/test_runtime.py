@@ -41,10 +41,6 @@ def test_a_prompt_in_several_parts(seed_decoder):
     assert speculative.ids == seed_decoder.generate(prompt[-1:], 12).ids, "only the last token counts"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="OrtRunner.run: a pass that fills no cache and gives no output is refused by ONNX Runtime",
-)
 def test_a_prompt_in_several_parts_keeps_its_draft(seed_decoder):
     assert seed_decoder.generate([3] * (PREFILL_ROWS + 70), 12).stats.draft_failures == 0
 
