@@ -122,9 +122,19 @@ _verify_rows = click.option(
 @click.option(
     "--max-length", type=int, metavar="N", help="Longest sequence in tokens [default: the target's]."
 )
-def export_command(target: str, draft: str, output: Path, dtype: str, max_length: int | None) -> None:
+@click.option("--dry-run", is_flag=True, help="Print sizes and what would be refused; write nothing.")
+def export_command(
+    target: str, draft: str, output: Path, dtype: str, max_length: int | None, dry_run: bool
+) -> None:
     """Turn a target and its draft into a bundle."""
     from .bundle.tensors import DType
+
+    if dry_run:
+        from .exporter.forecast import forecast_export
+
+        forecast = forecast_export(target, draft, output, DType(dtype), max_length, _progress())
+        click.echo("\n".join(forecast.lines()))
+        return
     from .exporter.export import export_bundle
 
     manifest = export_bundle(target, draft, output, DType(dtype), max_length, _progress())

@@ -43,6 +43,21 @@ def safe_path(root: Path, relative: str) -> Path:
     return path
 
 
+def check_replaceable(final: Path) -> None:
+    """Check that a bundle may be put at `final`.
+
+    Raises:
+        OutputError: something else is there.
+    """
+    if final.exists() and not final.is_dir():
+        raise OutputError(f"output: {final} is a file, expected a directory or a new path")
+    if final.is_dir() and any(final.iterdir()) and not (final / "manifest.json").is_file():
+        raise OutputError(
+            f"output: {final} is a directory with other content, expected a new path, an empty directory "
+            "or an earlier bundle; choose another --output"
+        )
+
+
 @contextmanager
 def atomic_directory(final: Path) -> Iterator[Path]:
     """Give a temporary directory beside `final` that takes its place when the block ends well.
@@ -54,13 +69,7 @@ def atomic_directory(final: Path) -> Iterator[Path]:
         OutputError: `final` is something else, or its parent cannot be written.
     """
     final = Path(os.path.abspath(final))
-    if final.exists() and not final.is_dir():
-        raise OutputError(f"output: {final} is a file, expected a directory or a new path")
-    if final.is_dir() and any(final.iterdir()) and not (final / "manifest.json").is_file():
-        raise OutputError(
-            f"output: {final} is a directory with other content, expected a new path, an empty directory "
-            "or an earlier bundle; choose another --output"
-        )
+    check_replaceable(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))

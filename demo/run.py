@@ -28,7 +28,7 @@ PARITY_PROMPTS = 2
 COMPUTE_CAPABILITY = "8.9"
 # Rows verified in a round. On a CPU each row costs time, and the draft's later proposals are seldom taken:
 # `dflash bench --verify-rows N` shows where it pays.
-VERIFY_ROWS = 4
+VERIFY_ROWS = 6
 
 
 @dataclass

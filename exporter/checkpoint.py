@@ -7,7 +7,7 @@ such a folder by huggingface_hub), and a GGUF file (see `gguf_checkpoint`). Pick
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,9 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor in its stored dtype (GGUF: dequantised to float32)."""
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read rows start..stop - 1 of a tensor as `read` gives them; no more than they stays in memory."""
 
     def files(self) -> tuple[Path, ...]:
         """The files that were used, for provenance."""
@@ -129,13 +132,19 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor in its stored dtype; memory-mapped until copied."""
+        return self._get(name, lambda file: file.get_tensor(name))
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read some rows. The file is opened anew: what was read counts as memory until it is closed."""
+        return self._get(name, lambda file: file.get_slice(name)[start:stop])
+
+    def _get(self, name: str, take: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         from safetensors import SafetensorError, safe_open
 
         shard = self._owner[name]
         try:
             with safe_open(shard, framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(name)
-                return tensor
+                return take(file)
         except (SafetensorError, OSError) as cause:
             raise CheckpointError(f"{self.name}/{shard.name}: cannot read {name!r} ({cause})") from cause
 

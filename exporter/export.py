@@ -20,6 +20,7 @@ from ..bundle.manifest import (
     GraphInfo,
     Manifest,
     Provenance,
+    file_info,
     manifest_to_file,
 )
 from ..bundle.tensors import DType
@@ -30,7 +31,7 @@ from .plan import DRAFT_PREFIX, TARGET_PREFIX, GraphPlan, Pair, Side
 from .progress import NullProgress, Progress
 from .tokenizer import tokenizer_to_bundle
 from .trace import graph_from_module
-from .weights import WEIGHT_FILE, Placed, WeightWriter
+from .weights import WEIGHT_FILE, Placed, WeightPlan, WeightWriter
 
 _EXPORTED_WITH = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "safetensors", "gguf")
 
@@ -60,15 +61,7 @@ def export_bundle(
     progress = progress or NullProgress()
     with progress.stage("read configs"):
         pair = pair_from_sources(target, draft)
-        limit = pair.max_length
-        length = limit if max_length is None else max_length
-        if not 2 <= length <= limit:
-            raise field_error(
-                OutputError,
-                "max_length",
-                length,
-                f"2 <= length <= {limit}, the target's max_position_embeddings",
-            )
+        length = checked_length(pair, max_length)
     pair.check_weights(progress)
     with atomic_directory(Path(output)) as work:
         _check_space(pair, dtype, work)
@@ -84,13 +77,9 @@ def export_bundle(
                 "target": _provenance(pair.target, progress),
                 "draft": _provenance(pair.draft, progress),
             }
-            files = {
-                path.relative_to(work).as_posix(): FileInfo(
-                    path.stat().st_size, sha256_from_file(path, progress.advance)
-                )
-                for path in sorted(work.rglob("*"))
-                if path.is_file()
-            }
+            known = {WEIGHT_FILE: FileInfo(writer.bytes, writer.sha256)}
+            paths = {path.relative_to(work).as_posix(): path for path in work.rglob("*") if path.is_file()}
+            files = {name: known.get(name) or file_info(path) for name, path in sorted(paths.items())}
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
             name=f"{pair.target.checkpoint.name} + {pair.draft.checkpoint.name}",
@@ -112,6 +101,21 @@ def export_bundle(
     return manifest
 
 
+def checked_length(pair: Pair, max_length: int | None) -> int:
+    """The longest sequence of a bundle.
+
+    Raises:
+        OutputError: the target cannot have sequences of `max_length` tokens.
+    """
+    limit = pair.max_length
+    length = limit if max_length is None else max_length
+    if not 2 <= length <= limit:
+        raise field_error(
+            OutputError, "max_length", length, f"2 <= length <= {limit}, the target's max_position_embeddings"
+        )
+    return length
+
+
 def graph_to_bundle(
     plan: GraphPlan, pair: Pair, directory: Path, writer: WeightWriter, progress: Progress
 ) -> GraphInfo:
@@ -120,30 +124,45 @@ def graph_to_bundle(
     Raises:
         CheckpointError: a weight is damaged, or does not fit the dtype.
     """
-    with progress.stage(f"trace {plan.name}"):
-        model = graph_from_module(
-            plan.build, plan.io, caches=plan.caches, stages=plan.stages, kernel_size=plan.kernel_size
-        )
+    model, named = graph_with_weights(plan, pair, writer, progress)
     file = f"{plan.name}.onnx"
-    with progress.stage(f"write {plan.name}"):
-        places = _write_weights(model, plan, pair, writer, progress)
-        _inline_constants(model, plan)
-        passes.external_weights(model, places)
-        ir.save(model, directory / file)
+    ir.save(model, directory / file)
     return GraphInfo(
         file=file,
         opset=OPSET,
         ir_version=IR_VERSION,
         io=plan.io,
         stages=tuple(t.STAGE + stage for stage in plan.stages),
-        weights=(WEIGHT_FILE,) if places else (),
+        weights=(WEIGHT_FILE,) if named else (),
     )
 
 
-def _write_weights(
-    model: ir.Model, plan: GraphPlan, pair: Pair, writer: WeightWriter, progress: Progress
+def graph_with_weights(
+    plan: GraphPlan, pair: Pair, weights: WeightPlan, progress: Progress
+) -> tuple[ir.Model, bool]:
+    """Trace one graph and give the weights it names their places.
+
+    Returns:
+        The graph, and whether it names any.
+
+    Raises:
+        CheckpointError: a weight is damaged, or does not fit the dtype.
+    """
+    with progress.stage(f"trace {plan.name}"):
+        model = graph_from_module(
+            plan.build, plan.io, caches=plan.caches, stages=plan.stages, kernel_size=plan.kernel_size
+        )
+    with progress.stage(f"write {plan.name}"):
+        places = _place_weights(model, plan, pair, weights, progress)
+        _inline_constants(model, plan)
+        passes.external_weights(model, places)
+    return model, bool(places)
+
+
+def _place_weights(
+    model: ir.Model, plan: GraphPlan, pair: Pair, weights: WeightPlan, progress: Progress
 ) -> dict[str, Placed]:
-    """Write the weights a graph names, if no graph did before; give each its place."""
+    """Place the weights a graph names, if no graph did before."""
     sides = {TARGET_PREFIX: pair.target, DRAFT_PREFIX: pair.draft}
     constants = dict(plan.constants)
     places: dict[str, Placed] = {}
@@ -155,9 +174,8 @@ def _write_weights(
             continue
         assert value.dtype is not None and value.shape is not None
         shape = tuple(int(n) for n in value.shape if isinstance(n, int))
-        placed, written = writer.add(key, _TORCH_OF_IR[value.dtype], shape, side.load(canonical))
-        places[name] = placed
-        progress.advance(written)
+        dtype = _TORCH_OF_IR[value.dtype]
+        places[name] = weights.add(key, dtype, shape, side.pieces(canonical), progress.advance)
     return places
 
 

@@ -6,6 +6,7 @@ from. Llama files store q and k projections with rotated halves interleaved; rea
 
 from __future__ import annotations
 
+import mmap
 import re
 from pathlib import Path
 from typing import Any
@@ -134,19 +135,49 @@ class GgufCheckpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """Dequantise one tensor to float32, rows in Hugging Face order."""
+        shape = self.tensors[name].shape
+        return self._rows(name, 0, shape[0] if shape else 1).reshape(shape)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Dequantise some rows of one tensor."""
+        heads = self._interleaved_heads(name)
+        if heads is None:
+            return self._rows(name, start, stop)
+        size = self.tensors[name].shape[0] // heads  # rows change places within their head
+        first, last = start // size, -(-stop // size)
+        return self._rows(name, first * size, last * size)[start - first * size : stop - first * size]
+
+    def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows of whole heads, where heads are interleaved."""
         import gguf
 
         stored = self._stored[name]
-        array = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        array = gguf.quants.dequantize(stored.data[start:stop], stored.tensor_type)
         if not array.flags.writeable:  # float32 tensors come as views of the mapped file
             array = array.copy()
-        tensor = torch.from_numpy(array).reshape(self.tensors[name].shape)
-        if self._architecture in _INTERLEAVED and re.search(r"\.(q|k)_proj\.weight$", name):
-            key = "num_attention_heads" if ".q_proj" in name else "num_key_value_heads"
+        self._forget_pages()
+        tensor = torch.from_numpy(array).reshape(-1, *self.tensors[name].shape[1:])
+        heads = self._interleaved_heads(name)
+        if heads is not None:
             rows, columns = tensor.shape
-            halves = tensor.reshape(self.config[key], rows // self.config[key] // 2, 2, columns)
-            tensor = halves.transpose(1, 2).reshape(rows, columns)
+            half = self.tensors[name].shape[0] // heads // 2
+            tensor = tensor.reshape(-1, half, 2, columns).transpose(1, 2).reshape(rows, columns)
         return tensor
+
+    def _interleaved_heads(self, name: str) -> int | None:
+        """How many heads have rotated halves interleaved; None for tensors in Hugging Face order."""
+        if self._architecture not in _INTERLEAVED or not re.search(r"\.(q|k)_proj\.weight$", name):
+            return None
+        key = "num_attention_heads" if ".q_proj" in name else "num_key_value_heads"
+        return int(self.config[key])
+
+    def _forget_pages(self) -> None:
+        """Give back the pages that were read: they count as memory while the file is mapped."""
+        base: Any = self._reader.data
+        while base is not None and not isinstance(base, mmap.mmap):
+            base = getattr(base, "base", None)
+        if base is not None:
+            base.madvise(mmap.MADV_DONTNEED)
 
     def files(self) -> tuple[Path, ...]:
         """The file."""

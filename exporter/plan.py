@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from ..bundle.manifest import DraftInfo, TargetInfo
 from ..bundle.tensors import DType, GraphIO
 from .checkpoint import Checkpoint
+from .pieces import pieces
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class Side:
         checkpoint: opened; weights are read from it one at a time.
         tensors: checkpoint tensor for each canonical parameter name.
         dtype: what its weights are stored in, for provenance.
-        loads: how to read those parameters that are not a stored tensor as it is, by canonical name.
+        loads: how to make those parameters that are not a stored tensor as it is, by canonical name; they
+            are small.
     """
 
     checkpoint: Checkpoint
@@ -38,9 +39,11 @@ class Side:
     dtype: str
     loads: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
 
-    def load(self, canonical: str) -> Callable[[], Tensor]:
-        """Give the function that reads a parameter."""
-        return self.loads.get(canonical) or partial(self.checkpoint.read, self.tensors[canonical])
+    def pieces(self, canonical: str) -> Iterator[Tensor]:
+        """Read a parameter piece by piece, in the order of its rows."""
+        if canonical in self.loads:
+            return iter([self.loads[canonical]()])
+        return pieces(self.checkpoint, self.tensors[canonical])
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,12 @@ class TransformerPair:
         """Compare the draft's copy of the embedding, where it has one, with the target's; see `Pair`."""
         if self.draft_spec.learned_mask:
             with progress.stage("compare embeddings"):
-                embedding = self.target_checkpoint.read(dict(self.target_spec.tensors)[_EMBEDDING])
-                check_embedding_copy(self.draft_checkpoint, self.draft_spec, embedding)
+                check_embedding_copy(
+                    self.draft_checkpoint,
+                    self.draft_spec,
+                    self.target_checkpoint,
+                    dict(self.target_spec.tensors)[_EMBEDDING],
+                )
 
     def plan(self, dtype: DType) -> ExportPlan:
         """Plan a graph for the target, one for the draft, and one for each of its DFlash2 parts."""

@@ -1,4 +1,4 @@
-"""The bundle's weight file: every weight once, streamed tensor by tensor from the checkpoints.
+"""The bundle's weight file: every weight once, streamed piece by piece from the checkpoints.
 
 Graphs refer to it by offset. Two graphs that use the same weight in the same dtype share its bytes; on
 load they share the pages that the file is mapped to.
@@ -6,7 +6,9 @@ load they share the pages that the file is mapped to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -40,13 +42,74 @@ class Placed:
     ir_dtype: str
 
 
-class WeightWriter:
-    """Appends weights to one file. Use as a context manager."""
+class WeightPlan:
+    """Gives weights their places in a file that nobody writes; `WeightWriter` writes it.
+
+    Attributes:
+        bytes: size of the file so far.
+    """
+
+    def __init__(self) -> None:
+        """Start with an empty file."""
+        self._placed: dict[tuple[str, torch.dtype], Placed] = {}
+        self.bytes = 0
+
+    def add(
+        self,
+        key: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        pieces: Iterable[Tensor],
+        progress: Callable[[int], None],
+    ) -> Placed:
+        """Place a weight.
+
+        Args:
+            key: its name across graphs.
+            dtype: what it is stored as.
+            shape: what it must be.
+            pieces: its rows in order; read only to be written, and only if it was not placed before in this
+                dtype.
+            progress: is told the bytes of each piece that was written.
+
+        Raises:
+            CheckpointError: the tensor has another shape, or holds NaN or infinity, or does not fit the
+                range of `dtype`.
+        """
+        known = self._placed.get((key, dtype))
+        if known is not None:
+            return known
+        size = math.prod(shape) * dtype.itemsize
+        align = _PAGE_BYTES if size >= _SMALL_BYTES else 64
+        self._pad(-self.bytes % align)
+        suffix = "" if not any(k == key for k, _ in self._placed) else f".{_IR_DTYPES[dtype].lower()}"
+        placed = Placed(key + suffix, WEIGHT_FILE, self.bytes, size, shape, _IR_DTYPES[dtype])
+        self._fill(key, dtype, placed, pieces, progress)
+        self._placed[(key, dtype)] = placed
+        return placed
+
+    def _pad(self, count: int) -> None:
+        self.bytes += count
+
+    def _fill(
+        self,
+        key: str,  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+        placed: Placed,
+        pieces: Iterable[Tensor],  # noqa: ARG002
+        progress: Callable[[int], None],  # noqa: ARG002
+    ) -> None:
+        self.bytes += placed.bytes
+
+
+class WeightWriter(WeightPlan):
+    """Appends weights to one file, piece by piece. Use as a context manager."""
 
     def __init__(self, directory: Path):
         """Create `WEIGHT_FILE` in `directory`."""
+        super().__init__()
         self._file = open(directory / WEIGHT_FILE, "wb")  # noqa: SIM115 - closed by __exit__
-        self._placed: dict[tuple[str, torch.dtype], Placed] = {}
+        self._digest = hashlib.sha256()
 
     def __enter__(self) -> WeightWriter:
         """Give the writer."""
@@ -58,39 +121,37 @@ class WeightWriter:
         """Close the file."""
         self._file.close()
 
-    def add(
-        self, key: str, dtype: torch.dtype, shape: tuple[int, ...], load: Callable[[], Tensor]
-    ) -> tuple[Placed, int]:
-        """Place a weight; `load` is called only if it was not placed before in this dtype.
+    @property
+    def sha256(self) -> str:
+        """Of the file as it is now."""
+        return self._digest.hexdigest()
 
-        Returns:
-            Its place, and the bytes written for it now.
+    def _pad(self, count: int) -> None:
+        self._write(b"\0" * count)
 
-        Raises:
-            CheckpointError: the tensor has another shape, or holds NaN or infinity, or does not fit the
-                range of `dtype`.
-        """
-        known = self._placed.get((key, dtype))
-        if known is not None:
-            return known, 0
-        tensor = load()
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{key}: got shape {tuple(tensor.shape)}, expected {shape}")
-        tensor = _cast(key, tensor, dtype)
-        data = (
-            tensor.contiguous().view(torch.uint8).numpy()
-            if tensor.ndim
-            else tensor[None].view(torch.uint8).numpy()
-        )
-        align = _PAGE_BYTES if data.nbytes >= _SMALL_BYTES else 64
-        start = self._file.tell()
-        offset = -(-start // align) * align
-        self._file.write(b"\0" * (offset - start))
-        self._file.write(data.data)
-        suffix = "" if not any(k == key for k, _ in self._placed) else f".{_IR_DTYPES[dtype].lower()}"
-        placed = Placed(key + suffix, WEIGHT_FILE, offset, data.nbytes, shape, _IR_DTYPES[dtype])
-        self._placed[(key, dtype)] = placed
-        return placed, offset - start + data.nbytes
+    def _fill(
+        self,
+        key: str,
+        dtype: torch.dtype,
+        placed: Placed,
+        pieces: Iterable[Tensor],
+        progress: Callable[[int], None],
+    ) -> None:
+        shape, rows = placed.shape, 0
+        for piece in pieces:
+            if piece.shape[1:] != shape[1:] or piece.ndim != len(shape):
+                raise CheckpointError(f"{key}: got rows of shape {tuple(piece.shape)}, expected {shape}")
+            rows += piece.shape[0] if shape else 1
+            data = _cast(key, piece, dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
+            self._write(data)
+            progress(len(data))
+        if rows != (shape[0] if shape else 1):
+            raise CheckpointError(f"{key}: got {rows} rows, expected shape {shape}")
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self.bytes += len(data)
 
 
 def _cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

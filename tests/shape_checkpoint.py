@@ -27,6 +27,9 @@ class ShapeCheckpoint:
     def read(self, name: str) -> torch.Tensor:
         return self.values[name]
 
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self.values[name][start:stop]
+
     def files(self) -> tuple[Path, ...]:
         return () if self.folder is None else (self.folder / "config.json",)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...bundle.errors import CheckpointError, UnsupportedError, field_error
 from ..checkpoint import Checkpoint
+from ..pieces import row_ranges
 from .names import MASK_EMBEDDING
 from .spec import DraftSpec
 
@@ -72,13 +73,13 @@ def mask_tensor(
 
 def mask_row_from_checkpoint(checkpoint: Checkpoint, spec: DraftSpec) -> torch.Tensor:
     """Read the learned mask of a draft with `learned_mask`: [H] in its stored dtype."""
-    tensor = checkpoint.read(dict(spec.tensors)[MASK_EMBEDDING])
-    if dict(spec.tensors)[MASK_EMBEDDING] == EMBED_TOKENS:
-        return tensor[spec.mask_token_id]
-    return tensor.reshape(spec.hidden_size)
+    stored = dict(spec.tensors)[MASK_EMBEDDING]
+    if stored == EMBED_TOKENS:
+        return checkpoint.read_rows(stored, spec.mask_token_id, spec.mask_token_id + 1)[0]
+    return checkpoint.read(stored).reshape(spec.hidden_size)
 
 
-def check_embedding_copy(checkpoint: Checkpoint, spec: DraftSpec, target_embedding: torch.Tensor) -> None:
+def check_embedding_copy(checkpoint: Checkpoint, spec: DraftSpec, target: Checkpoint, embedding: str) -> None:
     """Check that a draft's own embedding is the target's but for the row of the mask.
 
     Nothing to do for a draft whose learned mask is not in an embedding.
@@ -86,20 +87,22 @@ def check_embedding_copy(checkpoint: Checkpoint, spec: DraftSpec, target_embeddi
     Args:
         checkpoint: the draft's.
         spec: the draft's.
-        target_embedding: the target's, [rows, H].
+        target: the target's checkpoint.
+        embedding: name of its embedding in there, [rows, H].
 
     Raises:
         UnsupportedError: names the first other row that differs: an embedding of its own is not implemented.
     """
     if dict(spec.tensors).get(MASK_EMBEDDING) != EMBED_TOKENS:
         return
-    copy = checkpoint.read(EMBED_TOKENS)
-    rows = min(copy.shape[0], target_embedding.shape[0])
-    same = (copy[:rows] == target_embedding[:rows].to(copy.dtype)).all(dim=1)
-    same[spec.mask_token_id : spec.mask_token_id + 1] = True
-    if not bool(same.all()):
-        row = int((~same).nonzero()[0, 0])
-        raise UnsupportedError(
-            f"{checkpoint.name}: tensor {EMBED_TOKENS!r}: got another row {row} than the target's embedding, "
-            f"expected no difference but in the mask's row {spec.mask_token_id}; is it the draft's target?"
-        )
+    shared = min(checkpoint.tensors[EMBED_TOKENS].shape[0], target.tensors[embedding].shape[0])
+    for start, stop in row_ranges((shared, spec.hidden_size)):
+        copy = checkpoint.read_rows(EMBED_TOKENS, start, stop)
+        differs = (copy != target.read_rows(embedding, start, stop).to(copy.dtype)).any(dim=1)
+        for row in (int(place) + start for place in differs.nonzero()[:2, 0]):
+            if row != spec.mask_token_id:
+                raise UnsupportedError(
+                    f"{checkpoint.name}: tensor {EMBED_TOKENS!r}: got another row {row} than the target's "
+                    f"embedding, expected no difference but in the mask's row {spec.mask_token_id}; "
+                    "is it the draft's target?"
+                )

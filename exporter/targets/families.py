@@ -35,7 +35,7 @@ LATENT = "its cache holds compressed keys and values, which is not implemented"
 REFUSED = {
     **dict.fromkeys(
         (
-            "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+            "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2",
             "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_text",
             "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
         ),

@@ -9,8 +9,16 @@ from dflash_deploy.exporter.checkpoint import SafetensorsCheckpoint
 from dflash_deploy.exporter.drafts.formats import draft_from_checkpoint
 from dflash_deploy.exporter.drafts.mask_row import check_embedding_copy, mask_row_from_checkpoint
 from originals import tiny_target, zlab_draft
+from shape_checkpoint import ShapeCheckpoint
 
 HIDDEN, VOCAB, MASK = 32, 101, 99
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def holding(embedding):
+    target = ShapeCheckpoint({}, {})
+    target.put(EMBEDDING, embedding)
+    return target
 
 
 @pytest.fixture
@@ -54,20 +62,20 @@ def test_row_of_the_embedding(folder, tmp_path):
     spec = draft_from_checkpoint(checkpoint)
     assert spec.learned_mask is True
     assert torch.equal(mask_row_from_checkpoint(checkpoint, spec), copy[MASK])
-    check_embedding_copy(checkpoint, spec, embedding)
+    check_embedding_copy(checkpoint, spec, holding(embedding), EMBEDDING)
     other = embedding.clone()
     other[40] += 1
     with pytest.raises(
         UnsupportedError, match=r"got another row 40 than the target's embedding.*mask's row 99"
     ):
-        check_embedding_copy(checkpoint, spec, other)
+        check_embedding_copy(checkpoint, spec, holding(other), EMBEDDING)
 
 
 def test_none(folder):
     checkpoint = SafetensorsCheckpoint(folder)
     spec = draft_from_checkpoint(checkpoint)
     assert spec.learned_mask is False
-    check_embedding_copy(checkpoint, spec, torch.zeros(VOCAB, HIDDEN))
+    check_embedding_copy(checkpoint, spec, holding(torch.zeros(VOCAB, HIDDEN)), EMBEDDING)
 
 
 def test_pickled_side_file_is_refused(folder):

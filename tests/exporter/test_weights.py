@@ -1,0 +1,83 @@
+"""Weights in pieces: the same bytes whatever the piece, and memory that does not grow with the tensor."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dflash_deploy.bundle.errors import CheckpointError
+from dflash_deploy.exporter import pieces as pieces_module
+from dflash_deploy.exporter.checkpoint import SafetensorsCheckpoint
+from dflash_deploy.exporter.pieces import pieces
+from dflash_deploy.exporter.weights import WEIGHT_FILE, WeightWriter
+
+NAME = "embed"
+
+
+def checkpoint(folder: Path, **tensors: torch.Tensor) -> SafetensorsCheckpoint:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    save_file(tensors, folder / "model.safetensors")
+    return SafetensorsCheckpoint(folder)
+
+
+def written(folder: Path, parts: Iterator[torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    folder.mkdir(exist_ok=True)
+    counted: list[int] = []
+    with WeightWriter(folder) as writer:
+        placed = writer.add("target.a", dtype, shape, parts, counted.append)
+        again = writer.add("target.a", dtype, shape, iter(()), counted.append)
+    data = (folder / WEIGHT_FILE).read_bytes()
+    assert again == placed and sum(counted) == placed.bytes
+    assert (writer.bytes, writer.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    return data[placed.offset : placed.offset + placed.bytes]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 4 * 6 * 5, 1 << 25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_pieces_give_the_whole(
+    piece_bytes: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces_module, "PIECE_BYTES", piece_bytes)
+    for shape in ((33, 6), (7,), (2, 3, 4), ()):
+        tensor = torch.randn(shape).to(torch.bfloat16)
+        parts = list(pieces(checkpoint(tmp_path / "c", **{NAME: tensor}), NAME))
+        assert len(parts) > 1 or piece_bytes > 1 or not shape
+        data = written(tmp_path / "w", iter(parts), dtype, shape)
+        assert data == tensor.to(dtype).reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([torch.zeros(2, 3)], "got 2 rows, expected shape"),
+        ([torch.zeros(4, 2)], "got rows of shape"),
+        ([torch.zeros(3, 3), torch.full((1, 3), torch.nan)], "holds NaN or infinity"),
+        ([torch.zeros(3, 3), torch.full((1, 3), 7e4)], "got values up to 7e.04, which float16 cannot hold"),
+    ],
+)
+def test_wrong_pieces_are_refused(parts: list[torch.Tensor], message: str, tmp_path: Path) -> None:
+    with WeightWriter(tmp_path) as writer, pytest.raises(CheckpointError, match=f"target.a: {message}"):
+        writer.add("target.a", torch.float16, (4, 3), iter(parts), lambda _: None)
+
+
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
+    """A bfloat16 tensor of 320 MB, written as float32 in a few dozen."""
+    shape = (40_000, 4096)
+    source = checkpoint(tmp_path / "c", **{NAME: torch.zeros(shape, dtype=torch.bfloat16)})
+    process = psutil.Process()
+    before, most = process.memory_info().rss, [0]
+
+    def look(_: int) -> None:
+        most[0] = max(most[0], process.memory_info().rss)
+
+    with WeightWriter(tmp_path) as writer:
+        placed = writer.add("target.a", torch.float32, shape, pieces(source, NAME), look)
+    assert placed.bytes == 4 * shape[0] * shape[1]
+    assert most[0] - before < 160 * 10**6
