@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -451,5 +452,7 @@ def _progress() -> Progress:
 
 def main() -> NoReturn:
     """Entry point of the console scripts."""
+    # A polite end (SIGTERM) unwinds like an interrupt, so that nothing half-written is left behind.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     cli(prog_name="dflash")
     raise AssertionError("click exits by itself")

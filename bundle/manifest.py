@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from .errors import BundleError, field_error
 from .files import atomic_file, safe_path, sha256_from_file
 from .limits import ShapeLimits
 from .records import record_from_dict, record_to_json
-from .tensors import DRAFT, TARGET, CacheShape, DType, GraphIO
+from .tensors import DRAFT, TARGET, CacheShape, DType, GraphIO, draft_io, target_io
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -248,6 +249,7 @@ class Manifest:
             )
         for name in (TARGET, DRAFT):
             need(name in self.graphs, "graphs", sorted(self.graphs), f"a graph named {name!r}")
+        self._check_graphs(need)
         for name, engine in self.engines.items():
             need(
                 engine.graph in self.graphs,
@@ -261,6 +263,27 @@ class Manifest:
         needed += [e.file for e in self.engines.values()]
         for path in needed:
             need(path in self.files, "files", path, "every file the manifest uses, with size and hash")
+
+    def _check_graphs(self, need: Callable[[bool, str, object, str], None]) -> None:
+        """Compare what the manifest says of both models with the interfaces of their graphs."""
+        draft, target = self.draft, self.target
+        need(target.cache.dtype is self.dtype, "dtype", self.dtype.value, target.cache.dtype.value)
+        features = len(draft.taps) * target.hidden_size
+        top_k = None if draft.selector is None else draft.selector.top_k
+        expected = {
+            TARGET: target_io(target.cache, target.vocab_size, features),
+            DRAFT: draft_io(
+                draft.cache, features, draft.block_size, draft.proposals, draft.draft_vocab_size, top_k
+            ),
+        }
+        for name, io in expected.items():
+            found = self.graphs[name].io
+            for side, infos, promised in (
+                ("inputs", found.inputs, io.inputs),
+                ("outputs", found.outputs, io.outputs),
+            ):
+                for info, promise in zip_longest(infos, promised):
+                    need(info == promise, f"graphs.{name}.io.{side}", info, f"{promise} by {name}'s sizes")
 
 
 def manifest_to_file(manifest: Manifest, directory: Path) -> None:

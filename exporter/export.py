@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import math
 import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,7 +67,7 @@ def export_bundle(
         pair = pair_from_sources(target, draft)
         length = checked_length(pair, max_length)
     pair.check_weights(progress)
-    with atomic_directory(Path(output)) as work:
+    with atomic_directory(Path(output)) as work, _provenance_beside(pair) as provenance:
         _check_space(pair, dtype, work)
         bundle = pair.plan(dtype)
         graphs: dict[str, GraphInfo] = {}
@@ -73,10 +77,7 @@ def export_bundle(
         with progress.stage("write tokenizer"):
             tokenizer = tokenizer_to_bundle(pair.target.checkpoint, work)
         with progress.stage("hash files"):
-            provenance = {
-                "target": _provenance(pair.target, progress),
-                "draft": _provenance(pair.draft, progress),
-            }
+            sources = {side: future.result() for side, future in provenance.items()}
             known = {WEIGHT_FILE: FileInfo(writer.bytes, writer.sha256)}
             paths = {path.relative_to(work).as_posix(): path for path in work.rglob("*") if path.is_file()}
             files = {name: known.get(name) or file_info(path) for name, path in sorted(paths.items())}
@@ -92,7 +93,7 @@ def export_bundle(
             stop_token_ids=pair.stop_token_ids,
             tokenizer=replace(tokenizer, bos_token_id=pair.bos_token_id),
             graphs=graphs,
-            provenance=provenance,
+            provenance=sources,
             exported_with=_versions(),
             files=files,
         )
@@ -152,7 +153,7 @@ def graph_with_weights(
         model = graph_from_module(
             plan.build, plan.io, caches=plan.caches, stages=plan.stages, kernel_size=plan.kernel_size
         )
-    with progress.stage(f"write {plan.name}"):
+    with progress.stage(f"weights of {plan.name}"):
         places = _place_weights(model, plan, pair, weights, progress)
         _inline_constants(model, plan)
         passes.external_weights(model, places)
@@ -192,10 +193,27 @@ def _inline_constants(model: ir.Model, plan: GraphPlan) -> None:
         model.graph.initializers[name].const_value = ir.tensor(array, name=name)
 
 
-def _provenance(side: Side, progress: Progress) -> Provenance:
+@contextlib.contextmanager
+def _provenance_beside(pair: Pair) -> Iterator[dict[str, Future[Provenance]]]:
+    """Hash the sources in a thread of its own while graphs are traced; given up when the block ends."""
+    given_up = threading.Event()
+
+    def go_on(_: int) -> None:
+        if given_up.is_set():
+            raise CancelledError
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        try:
+            sides = {"target": pair.target, "draft": pair.draft}
+            yield {name: pool.submit(_provenance, side, go_on) for name, side in sides.items()}
+        finally:
+            given_up.set()
+
+
+def _provenance(side: Side, progress: Callable[[int], None]) -> Provenance:
     checkpoint = side.checkpoint
     files = {
-        path.name: FileInfo(path.stat().st_size, sha256_from_file(path, progress.advance))
+        path.name: FileInfo(path.stat().st_size, sha256_from_file(path, progress))
         for path in checkpoint.files()
     }
     note = ""

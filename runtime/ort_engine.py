@@ -104,12 +104,13 @@ def effective_threads(threads: int | None) -> int:
     """Threads of one pass: as asked for, or the physical cores that this process may use.
 
     Raises:
-        RequestError: `threads` is not a positive number.
+        RequestError: `threads` is not a number from 1 to the machine's CPUs.
     """
     if threads is None:
         return physical_cores()
-    if threads < 1:
-        raise field_error(RequestError, "threads", threads, ">= 1")
+    most = os.cpu_count() or 1
+    if not 1 <= threads <= most:
+        raise field_error(RequestError, "threads", threads, f"1 to {most}, the CPUs of this machine")
     return threads
 
 

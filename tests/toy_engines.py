@@ -99,7 +99,7 @@ def toy_manifest(
         float32_parts=(),
         max_length=max_length,
         slack_slots=block_size,
-        target=TargetInfo("toy", 1, 4, VOCAB, VOCAB + 1, cache),
+        target=TargetInfo("toy", 2, 4, VOCAB, VOCAB + 1, cache),
         draft=DraftInfo("toy", "toy", 1, 1, block_size, first_proposal_row, MASK, (0,), cache, VOCAB),
         stop_token_ids=stops,
         tokenizer=TokenizerInfo(),

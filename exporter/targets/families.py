@@ -68,6 +68,10 @@ _SIGNS = (
 )
 
 
+# Keys that drafts have and no target.
+_DRAFT_SIGNS = ("dflash_config", "speculators_model_type")
+
+
 def target_from_checkpoint(checkpoint: Checkpoint) -> TargetSpec:
     """Parse a target checkpoint's config and tensor list.
 
@@ -78,6 +82,12 @@ def target_from_checkpoint(checkpoint: Checkpoint) -> TargetSpec:
     model_type = checkpoint.config.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError(f"{checkpoint.name}/config.json: model_type: missing, expected a string")
+    sign = next((key for key in _DRAFT_SIGNS if key in checkpoint.config), None)
+    if sign is not None:
+        raise CheckpointError(
+            f"{checkpoint.name}: got a DFlash draft ({sign} in config.json), expected its target; "
+            "are target and draft swapped?"
+        )
     module = FAMILIES.get(model_type)
     if module is None:
         raise field_error(

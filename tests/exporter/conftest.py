@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tiny_bundles import TinyBundle, exported
 
@@ -20,3 +21,12 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tin
         return made[name]
 
     return give
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread: tiny models are slower on two, and many times slower on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

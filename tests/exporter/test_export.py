@@ -166,6 +166,7 @@ def test_bad_sources_are_refused_with_nothing_written(pair: tuple[Path, Path], t
     refused(UnsupportedError, "new_option", edited(target, tmp_path / "c", new_option=1), draft, tmp_path)
     far = edited(draft, tmp_path / "d", target_layer_ids=[0, 99])
     refused(CheckpointError, "target_layer_ids: got 99", target, far, tmp_path)
+    refused(CheckpointError, "got a DFlash draft", draft, draft, tmp_path)
     wide = edited(draft, tmp_path / "e")
     other = tmp_path / "other"
     tiny_target(4, other, num_hidden_layers=3, hidden_size=40, head_dim=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from dflash_deploy.bundle.limits import ShapeLimits
 from dflash_deploy.bundle.manifest import EngineInfo, Manifest, TokenizerInfo, manifest_to_file
-from dflash_deploy.bundle.tensors import DType
+from dflash_deploy.bundle.records import record_from_dict, record_to_json
 from dflash_deploy.runtime import inspect_bundle
 from dflash_deploy.runtime.inspect_bundle import describe_bundle, description_lines
 from toy_bundle import FILES, toy_bundle
@@ -56,7 +57,13 @@ def test_a_bundle_is_described(tmp_path, manifest):
 
 def test_bfloat16_on_the_cpu_is_warned_of(tmp_path, manifest):
     """Case B07, before anybody waits for the weights."""
-    warnings = _warnings(tmp_path, replace(manifest, dtype=DType.BFLOAT16))
+    text = record_to_json(manifest).replace('"float32"', '"bfloat16"')
+    data = json.loads(text)
+    for graph in data["graphs"].values():  # features, sums and logits stay float32
+        for tensor in (*graph["io"]["inputs"], *graph["io"]["outputs"]):
+            if tensor["dtype"] == "bfloat16" and not tensor["name"].startswith(("past_", "present_")):
+                tensor["dtype"] = "float32"
+    warnings = _warnings(tmp_path, record_from_dict(Manifest, data, "manifest"))
     assert "bfloat16 does not run on ONNX Runtime's CPU provider" in warnings
 
 
