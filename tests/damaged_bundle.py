@@ -61,3 +61,25 @@ def tap_shifted(bundle: Path, index: int) -> Path:
     parts.input[index] = added(added(parts.input[index]))  # + attention, + MLP
     onnx.save(model, path)
     return sealed(bundle)
+
+
+def relabelled(bundle: Path, dtype: t.DType) -> Path:
+    """Make the manifest say another dtype, wherever it says one; the graphs stay as they are."""
+    manifest = record_from_dict(Manifest, json.loads((bundle / MANIFEST).read_text()), MANIFEST)
+    target = dataclasses.replace(
+        manifest.target, cache=dataclasses.replace(manifest.target.cache, dtype=dtype)
+    )
+    draft = dataclasses.replace(manifest.draft, cache=dataclasses.replace(manifest.draft.cache, dtype=dtype))
+    top_k = None if draft.selector is None else draft.selector.top_k
+    features = len(draft.taps) * target.hidden_size
+    interfaces = {
+        t.TARGET: t.target_io(target.cache, target.vocab_size, features),
+        t.DRAFT: t.draft_io(
+            draft.cache, features, draft.block_size, draft.proposals, draft.draft_vocab_size, top_k
+        ),
+    }
+    graphs = {
+        name: dataclasses.replace(graph, io=interfaces.get(name, graph.io))
+        for name, graph in manifest.graphs.items()
+    }
+    return sealed(bundle, dtype=dtype, target=target, draft=draft, graphs=graphs)

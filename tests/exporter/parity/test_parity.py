@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from damaged_bundle import copied, sealed, tap_shifted, weight_changed
+from damaged_bundle import copied, relabelled, sealed, tap_shifted, weight_changed
 from dflash_deploy.bundle.errors import BundleError, PairError, ProviderError, RequestError, UserError
 from dflash_deploy.bundle.manifest import manifest_from_bundle
 from dflash_deploy.bundle.tensors import DType
@@ -177,7 +177,7 @@ def test_a_manifest_that_says_otherwise_fails(tiny_bundle: Bundles, tmp_path: Pa
 
 def test_bfloat16_is_refused_with_the_provider_named(tiny_bundle: Bundles, tmp_path: Path) -> None:
     pair = tiny_bundle("dflash2")
-    other = sealed(copied(pair.bundle, tmp_path / "bundle"), dtype=DType.BFLOAT16)
+    other = relabelled(copied(pair.bundle, tmp_path / "bundle"), DType.BFLOAT16)
     with pytest.raises(ProviderError, match=r"CPUExecutionProvider: computes no bfloat16.*--dtype float32"):
         report_of(pair, other)
 
