@@ -18,9 +18,10 @@ test: lint
 test-slow: lint
 	$(BIN)/python -m pytest -m "not gpu"
 
-# make test-gpu PART=kernel runs benchmarks/gpu_kernel.py; needs a CUDA device.
+# make test-gpu PART=kernel runs benchmarks/gpu_kernel.py; needs a CUDA device. RECORD=docs/runs/NAME.json keeps
+# what docs/verified.md is made from.
 test-gpu: $(STAMP)
-	$(BIN)/python benchmarks/gpu_$(or $(PART),kernel).py
+	$(BIN)/python benchmarks/gpu_$(or $(PART),kernel).py $(if $(RECORD),--record $(RECORD))
 
 # The repository is the package: mypy finds it under its name through a link.
 lint: $(STAMP)

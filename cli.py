@@ -24,12 +24,14 @@ _INTERRUPTED = 130
 _FILE_COLUMNS = 120
 _DTYPES = ("float32", "float16", "bfloat16")
 _BACKENDS = ("tensorrt-rtx", "tensorrt")
+_RUN_BACKENDS = ("onnxruntime", *_BACKENDS)
 _GRAPHS = ("target", "draft")
 _DEMOS = ("dflash2", "simple")
 _WEIGHTS = ("embedded", "stripped")
 _RESIDENCES = ("device", "streamed")
 _PROFILES = ("phases", "one")
 _VERBOSITIES = ("quiet", "info", "verbose")
+_CONVS = ("function", "plugin")
 _PROVIDERS = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
 _ORIGINALS = "pip install --no-deps dflash==0.1.0 speculators==0.9.0 && pip install 'dflash-deploy[parity]'"
 _INSTALL = {
@@ -106,6 +108,13 @@ def cli() -> None:
 
 _bundle = click.argument("bundle", type=click.Path(path_type=Path))
 _threads = click.option("--threads", type=click.IntRange(min=1), help="CPU threads [default: physical cores]")
+_backend = click.option(
+    "--backend",
+    type=click.Choice(_RUN_BACKENDS),
+    default="onnxruntime",
+    show_default=True,
+    help="Run the graphs, or the engines that were built into the bundle.",
+)
 _provider = click.option("--provider", type=click.Choice(_PROVIDERS), default="cpu", show_default=True)
 _verify_rows = click.option(
     "--verify-rows",
@@ -196,6 +205,12 @@ def parity_command(
     help="One a phase, each tuned for it, or one for all [default: what suits the backend].",
 )
 @click.option("--verbosity", type=click.Choice(_VERBOSITIES), help="What is shown of TensorRT's messages.")
+@click.option(
+    "--conv",
+    type=click.Choice(_CONVS),
+    help="DFlash2's convolutions as nodes of the graph, or as our own CUDA kernel (tensorrt only; "
+    "needs triton) [default: function].",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan and its costs; build nothing.")
 def build_engine_command(
     bundle: Path,
@@ -207,12 +222,13 @@ def build_engine_command(
     residence: str | None,
     profiles: str | None,
     verbosity: str | None,
+    conv: str | None,
     dry_run: bool,
     **others: Any,
 ) -> None:
     """Build TensorRT engines into a bundle; needs no GPU with tensorrt-rtx."""
     from .bundle.profiles import ProfileSet
-    from .exporter.engines.options import BuildOptions, Residence, Verbosity, Weights
+    from .exporter.engines.options import BuildOptions, Conv, Residence, Verbosity, Weights
 
     chosen = {
         "workspace_bytes": None if workspace_mb is None else workspace_mb << 20,
@@ -220,6 +236,7 @@ def build_engine_command(
         "residence": None if residence is None else Residence(residence),
         "profile_set": None if profiles is None else ProfileSet(profiles),
         "verbosity": None if verbosity is None else Verbosity(verbosity),
+        "conv": None if conv is None else Conv(conv),
         **others,
     }
     options = BuildOptions(**{name: value for name, value in chosen.items() if value is not None})
@@ -244,6 +261,7 @@ def build_engine_command(
 @_bundle
 @click.argument("prompt")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, metavar="N")
+@_backend
 @_provider
 @_verify_rows
 @_threads
@@ -256,6 +274,7 @@ def generate_command(
     bundle: Path,
     prompt: str,
     max_new_tokens: int,
+    backend: str,
     provider: str,
     verify_rows: int | None,
     threads: int | None,
@@ -270,11 +289,17 @@ def generate_command(
     from .runtime.decoder import Decoder
     from .runtime.stats import Mode
 
-    with Decoder.open(bundle, provider=provider, threads=threads, verify_rows=verify_rows) as decoder:
+    with Decoder.open(
+        bundle, provider=provider, threads=threads, verify_rows=verify_rows, backend=backend
+    ) as decoder:
         if chat is None:
             chat = decoder.codec is not None and decoder.codec.has_chat_template
         stream = decoder.stream(
-            prompt, max_new_tokens, Mode.PLAIN if plain else Mode.SPECULATIVE, chat=chat, system=system
+            prompt,
+            max_new_tokens,
+            mode=Mode.PLAIN if plain else Mode.SPECULATIVE,
+            chat=chat,
+            system=system,
         )
         for chunk in stream:
             click.echo(chunk.text, nl=False)
@@ -304,6 +329,7 @@ def _summary(result: Any) -> str:
 @_bundle
 @click.option("--prompts", type=click.Path(path_type=Path), help="Text file, one prompt a line.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, metavar="N")
+@_backend
 @_provider
 @_verify_rows
 @_threads
@@ -312,6 +338,7 @@ def bench_command(
     bundle: Path,
     prompts: Path | None,
     max_new_tokens: int,
+    backend: str,
     provider: str,
     verify_rows: int | None,
     threads: int | None,
@@ -328,6 +355,7 @@ def bench_command(
         provider=provider,
         verify_rows=verify_rows,
         threads=threads,
+        backend=backend,
     )
     _console().print(bench_table(report))
     if json_file is not None:

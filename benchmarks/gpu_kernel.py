@@ -1,12 +1,14 @@
 """Check and time the CUDA kernel of ``dflash::GroupedDynamicConv`` on the GPU at hand.
 
-    python benchmarks/gpu_kernel.py --json kernel.json
+    python benchmarks/gpu_kernel.py --record docs/runs/2027-01-31-kernel-a100.json
+    python benchmarks/gpu_kernel.py --resources
 
 Needs torch, triton and this checkout; nothing has to be installed from it. First the kernel is
 compared with a float64 reference over random shapes, views and values; then its bandwidth is set
 against a device-to-device copy of the same number of bytes and against eager PyTorch. A run keeps
 to `--seconds` and skips what no longer fits. ``TRITON_INTERPRET=1 ... --device cpu`` runs the
-checks without a GPU.
+checks without a GPU. ``--record`` writes what docs/verified.md is made from, ``--resources`` prints
+registers and spills of the kernel for each GPU generation and needs no GPU.
 
 Exit code: 0 when all checks hold, 1 when one fails or a part breaks, 2 without a usable device.
 """
@@ -18,6 +20,7 @@ import time
 _START = time.monotonic()
 
 import argparse  # noqa: E402
+import hashlib  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
 import random  # noqa: E402
@@ -38,13 +41,14 @@ from torch import Tensor  # noqa: E402
 
 # The checkout itself, under the package's name, without its `__init__` and its dependencies.
 _PACKAGE = types.ModuleType("dflash_deploy")
-_PACKAGE.__path__ = [str(Path(__file__).resolve().parents[1])]
+ROOT = Path(__file__).resolve().parents[1]
+_PACKAGE.__path__ = [str(ROOT)]
 sys.modules["dflash_deploy"] = _PACKAGE
 
-from dflash_deploy.plugins.triton_kernel import (  # noqa: E402
-    Tile,
-    grouped_dynamic_conv_triton,
-)
+from dflash_deploy.plugins.grouped_dynamic_conv import ConvSpec  # noqa: E402
+from dflash_deploy.plugins.triton_compile import CAPABILITIES, compile_ptx  # noqa: E402
+from dflash_deploy.plugins.triton_kernel import FEW_ROWS_TILE, MANY_ROWS_TILE, Tile  # noqa: E402
+from dflash_deploy.plugins.triton_launch import grouped_dynamic_conv_triton  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 GUARD = 64  # elements before and after a checked output; keeps it 128-byte aligned
@@ -93,16 +97,23 @@ TILES = (
     Tile(1, 32, 16, 2),
 )
 KERNEL_SIZE, GROUP_SIZE = 2, 16
+RESOURCE_SIZES = ((4096, 16), (60, 15))  # (channels, channels per group)
+SOURCE = "plugins/triton_kernel.py"
 
 
 def main() -> int:
     """Run all parts, print tables, write the JSON report; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="file to write the numbers to")
+    parser.add_argument("--json", type=Path, help="file to write all numbers to")
+    parser.add_argument("--record", type=Path, help="file to write the record of the run to")
+    parser.add_argument("--resources", action="store_true", help="print registers and spills, run nothing")
     parser.add_argument("--seconds", type=float, default=38.0, help="time for the whole run")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=int, default=None, help="repeat the checks of a former run")
     options = parser.parse_args()
+    if options.resources:
+        print("\n".join(resources()))
+        return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         print("device: got no CUDA GPU, expected one; run this on a GPU machine", file=sys.stderr)
         return 2
@@ -136,8 +147,52 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     failed = bool(report["errors"] or report.get("checks", {}).get("failures", True))
+    if options.record:
+        options.record.write_text(json.dumps(record(report, not failed), indent=2) + "\n", encoding="utf-8")
     print(f"{'FAILED' if failed else 'ok'} after {report['seconds']} s")
     return int(failed)
+
+
+def record(report: dict[str, Any], passed: bool) -> dict[str, Any]:
+    """What docs/verified.md needs of a run; tests/verified_page.py says what the fields mean."""
+    checks = report.get("checks", {})
+
+    def rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in r.items()} for r in found]
+
+    return {
+        "part": "conv-kernel",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "device": report["card"],
+        "command": "make test-gpu PART=kernel",
+        "versions": {"torch": report["torch"], "triton": report["triton"]},
+        "passed": passed,
+        "source": {SOURCE: hashlib.sha256((ROOT / SOURCE).read_bytes()).hexdigest()},
+        "figures": {
+            "cases": checks.get("cases", 0),
+            "bit_identical": checks.get("bit_identical", 0),
+            "large": rows(report.get("large", [])),
+            "decoding": rows(report.get("decoding", {}).get("sizes", [])),
+        },
+    }
+
+
+def resources() -> list[str]:
+    """Registers per thread and bytes spilled, as the assembler says, in a table."""
+    lines = [
+        "| sm | dtype | H, group | rows of a tile | threads | registers | spilled bytes |",
+        "|" + "---|" * 7,
+    ]
+    for capability, (channels, group_size), dtype in itertools.product(CAPABILITIES, RESOURCE_SIZES, DTYPES):
+        spec = ConvSpec(channels, KERNEL_SIZE, max(KERNEL_SIZE, 16), group_size)
+        for rows in (FEW_ROWS_TILE, MANY_ROWS_TILE):
+            kernel = compile_ptx(capability, dtype, spec=spec, tile=Tile.of_rows(spec, rows))
+            cells = (
+                capability, dtype, f"{channels}, {group_size}", rows,
+                kernel.threads, kernel.registers, kernel.spill_bytes,
+            )  # fmt: skip
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,11 @@ from .manifest import EngineInfo, Manifest, Verify, check_files
 
 DIRECTORY = "engines"
 """Where engines are in a bundle."""
+PLUGIN = "dflash::GroupedDynamicConv 1"
+"""The plugin that an engine of TensorRT may have: its name and version.
+
+TensorRT stores the plugin's kernel in the engine, so nothing has to be registered where the engine is loaded.
+"""
 
 
 def engine_name(graph: str, backend: str) -> str:
@@ -27,13 +32,13 @@ class Library:
         backend: ``tensorrt`` or ``tensorrt-rtx``.
         version: to the last part; an engine fits one version only.
         compute_capability: of the GPU to run on; None if there is none to compare with.
-        plugin: name and version of the plugin that is registered, as in `EngineInfo.plugin`.
+        plugin: name and version of the plugin that engines may have, as in `EngineInfo.plugin`.
     """
 
     backend: str
     version: str
     compute_capability: str | None = None
-    plugin: str | None = None
+    plugin: str | None = PLUGIN
 
 
 def check_engine(manifest: Manifest, graph: str, library: Library) -> EngineInfo:
@@ -46,7 +51,7 @@ def check_engine(manifest: Manifest, graph: str, library: Library) -> EngineInfo
 
     Raises:
         BundleError: there is none, or its graph or weights were changed after it was built.
-        ProviderError: it was built by another library or version, for another GPU or plugin.
+        ProviderError: it was built by another library or version, for another GPU, or with another plugin.
     """
     name = engine_name(graph, library.backend)
     build = f"run `dflash build-engine` with --backend {library.backend}"

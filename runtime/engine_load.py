@@ -73,7 +73,7 @@ def _refused(library: Any, info: EngineInfo, name: str, messages: Sequence[str])
         plugin, _, version = info.plugin.partition(" ")
         namespace, _, kind = plugin.rpartition("::")
         text += (
-            f"; it needs the plugin {kind!r}, version {version!r}, namespace {namespace!r}, which was looked "
-            f"for in the registry of {library.__name__}: register it before the engine is loaded"
+            f"; the kernel of its plugin {kind!r}, version {version!r}, namespace {namespace!r}, is in it; "
+            f"if {library.__name__} asks for the plugin all the same, build it with --conv function"
         )
     return text + f"; build it again with `dflash build-engine --backend {info.backend}`"

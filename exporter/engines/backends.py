@@ -26,6 +26,7 @@ class Backend:
         timing_cache: whether it measures kernels while building, and can keep what it measured.
         one_profile: whether kernels are compiled at run time for the shapes that occur, so that one
             profile is enough.
+        plugins: whether it takes operators from outside.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Backend:
     by_default: tuple[str, ...]
     timing_cache: bool
     one_profile: bool
+    plugins: bool
 
 
 BACKENDS = {
@@ -47,8 +49,11 @@ BACKENDS = {
         ("8.0", "8.6", "8.9", "12.0", "12.1"),
         timing_cache=False,
         one_profile=True,
+        plugins=False,
     ),
-    TENSORRT: Backend(TENSORRT, "tensorrt", "tensorrt", (), (), timing_cache=True, one_profile=False),
+    TENSORRT: Backend(
+        TENSORRT, "tensorrt", "tensorrt", (), (), timing_cache=True, one_profile=False, plugins=True
+    ),
 }
 
 

@@ -123,6 +123,7 @@ def _build(
         workspace_bytes=options.workspace_bytes,
         timing_cache=None if cache is None else os.path.abspath(cache),
         verbosity=options.verbosity,
+        plugin=engine.source.plugin,
     )
 
     def listen(message: Step | Note) -> None:
@@ -151,6 +152,7 @@ def _info(manifest: Manifest, plan: BuildPlan, engine: EnginePlan, done: Done) -
         limits=plan.limits,
         weights_sha256={file: manifest.files[file].sha256 for file in graph.weights},
         flags=done.flags,
+        plugin=engine.source.plugin,
     )
 
 

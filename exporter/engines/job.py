@@ -31,6 +31,7 @@ class Job:
         workspace_bytes: most scratch memory of a layer.
         timing_cache: file with what earlier builds measured.
         verbosity: what goes to standard error.
+        plugin: name and version of the plugin that the graph uses.
     """
 
     backend: str
@@ -44,6 +45,7 @@ class Job:
     workspace_bytes: int | None
     timing_cache: str | None
     verbosity: Verbosity
+    plugin: str | None = None
 
 
 class Fault(enum.Enum):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...bundle.errors import ProviderError, RequestError, field_error
-from ...bundle.limits import PREFILL_ROWS, ShapeLimits
+from ...bundle.limits import PREFILL_ROWS, ShapeLimits, round_up
 from ...bundle.manifest import EngineFlag, Manifest
 from ...bundle.profiles import ProfileSet
-from .backends import Backend
+from .backends import TENSORRT, Backend
+
+SLOTS_MULTIPLE = 16
+"""An engine's caches have a multiple of this many slots. TensorRT wants the memory of a tensor to begin at a
+multiple of 256 bytes, and a pass over some lanes of a cache begins at a lane. So many slots take a multiple
+of 256 bytes for every head size that is a multiple of 8."""
 
 
 class Verbosity(enum.Enum):
@@ -35,6 +40,13 @@ class Residence(enum.Enum):
     STREAMED = "streamed"
 
 
+class Conv(enum.Enum):
+    """What ``dflash::GroupedDynamicConv`` becomes: nodes of its ONNX function, or a plugin of ours."""
+
+    FUNCTION = "function"
+    PLUGIN = "plugin"
+
+
 @dataclass(frozen=True)
 class BuildOptions:
     """All options of a build.
@@ -49,6 +61,7 @@ class BuildOptions:
         profile_set: how many profiles; None takes what suits the backend.
         timing_cache: file with what earlier builds measured; made if it is not there.
         verbosity: what is shown of the library's messages.
+        conv: what the draft's convolutions become.
     """
 
     max_batch: int = 1
@@ -60,6 +73,7 @@ class BuildOptions:
     profile_set: ProfileSet | None = None
     timing_cache: Path | None = None
     verbosity: Verbosity = Verbosity.QUIET
+    conv: Conv = Conv.FUNCTION
 
     def check(self, backend: Backend) -> None:
         """Check what does not depend on the bundle.
@@ -79,6 +93,12 @@ class BuildOptions:
                 "building; leave the option out"
             )
 
+        if self.conv is Conv.PLUGIN and not backend.plugins:
+            raise ProviderError(
+                f"conv: got {self.conv.value!r}, but {backend.name} has no plugins: its API cannot register "
+                f"one; use --conv {Conv.FUNCTION.value}, or --backend {TENSORRT}"
+            )
+
     def limits(self, manifest: Manifest) -> ShapeLimits:
         """The limits of the engines.
 
@@ -94,7 +114,8 @@ class BuildOptions:
                 f"2 to {manifest.max_length}, the bundle's max_length",
                 "export again with a larger --max-length",
             )
-        return ShapeLimits.from_manifest(manifest, longest, self.max_prompt, self.max_batch)
+        limits = ShapeLimits.from_manifest(manifest, longest, self.max_prompt, self.max_batch)
+        return replace(limits, capacity=round_up(limits.capacity, SLOTS_MULTIPLE))
 
     def profiles(self, backend: Backend) -> ProfileSet:
         """How many profiles to plan."""

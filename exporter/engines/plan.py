@@ -89,6 +89,8 @@ class BuildPlan:
                     if least != largest
                 )
                 found.append(f"  profile {name:<10} {moving or 'one shape'}")
+            if engine.source.plugin is not None:
+                found.append(f"  plugin             {engine.source.plugin}")
             cost = engine.estimate
             found += [
                 f"  file               about {cost.engine_bytes / 1e6:.0f} MB",
@@ -126,7 +128,7 @@ def plan_engines(
     for graph in dict.fromkeys(graphs or (TARGET, DRAFT)):
         profiles = plan_profiles(manifest, graph, limits, options.profiles(chosen))
         sizes = fixed_axes(profiles)
-        source = graph_from_bundle(safe_path(bundle, manifest.graphs[graph].file), sizes)
+        source = graph_from_bundle(safe_path(bundle, manifest.graphs[graph].file), sizes, options.conv)
         io = manifest.graphs[graph].io
         moving = [t.name for t in io.inputs if any(isinstance(a, str) and a not in sizes for a in t.axes)]
         shapes = {

@@ -22,6 +22,7 @@ from ...bundle.gpu import cuda_devices
 from ...bundle.manifest import EngineFlag
 from ...bundle.records import record_from_dict
 from ...bundle.tensors import DType
+from ...plugins.tensorrt_plugin import register_plugin
 from .backends import BACKENDS, TENSORRT_RTX, Backend
 from .job import Done, Failed, Fault, Job, Message, Note, Step, message_to_line
 from .options import Verbosity
@@ -102,6 +103,8 @@ class _Library:
         self.trt = _load(self.backend)
         self.version = str(self.trt.__version__)
         self.log = _log(self.trt, self.backend, job.verbosity)
+        if job.plugin is not None:
+            register(job.plugin, self.log.errors.append)
         # In TensorRT-RTX the flag keeps the library from allocating during a pass, which would break the
         # capture of a CUDA graph. Streaming weights needs such allocations.
         streamed = EngineFlag.WEIGHT_STREAMING in job.flags
@@ -204,6 +207,18 @@ class _Library:
         if not self.rtx and any(map(_NO_DRIVER.search, reasons)):
             return _Refusal(Fault.MACHINE, [machine.format("builds"), *reasons])
         return _Refusal(Fault.GRAPH, with_hints(reasons))
+
+
+def register(plugin: str, failed: Callable[[str], None]) -> None:
+    """Register the plugin, with kernels for the GPU at hand."""
+    gpus, reason = cuda_devices()
+    if not gpus:
+        raise _Refusal(Fault.MACHINE, [f"plugin {plugin}: is compiled for the GPU at hand; {reason}"])
+    try:
+        register_plugin(int(gpus[0].compute_capability.replace(".", "")), failed)
+    except ImportError as cause:
+        hint = "pip install triton, or use --conv function"
+        raise _Refusal(Fault.MACHINE, [f"plugin {plugin}: {cause}; {hint}"]) from cause
 
 
 def with_hints(reasons: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_deploy.bundle.engines import (
+    PLUGIN,
     Library,
     check_engine,
     check_limits,
@@ -27,11 +28,12 @@ from dflash_deploy.bundle.manifest import (
     manifest_to_file,
 )
 from dflash_deploy.bundle.profiles import plan_profiles
+from dflash_deploy.plugins.grouped_dynamic_conv import DOMAIN, OP_TYPE
+from dflash_deploy.plugins.tensorrt_plugin import VERSION
 from toy_bundle import FILES, toy_bundle
 
 RTX = Library("tensorrt-rtx", "1.7.1.116", "8.9")
 NAME = engine_name("target", RTX.backend)
-PLUGIN = "dflash::GroupedDynamicConv 1"
 HASH = "expected '[0-9a-f]{64}'"
 
 
@@ -127,9 +129,14 @@ def test_no_engine_says_how_to_get_one(manifest):
         check_engine(manifest, "target", replace(RTX, backend="tensorrt"))
 
 
-def test_a_missing_plugin_is_refused(manifest):
+def test_a_plugin_that_is_not_known_is_refused(manifest):
     with pytest.raises(ProviderError, match=r"plugin: got 'dflash::GroupedDynamicConv 1', expected None"):
-        check_engine(manifest, "target", RTX)
+        check_engine(manifest, "target", replace(RTX, plugin=None))
+
+
+def test_a_plugin_has_its_kernel_in_the_engine_and_needs_nothing_here(manifest):
+    assert check_engine(manifest, "target", RTX).plugin == PLUGIN
+    assert f"{DOMAIN}::{OP_TYPE} {VERSION}" == PLUGIN
 
 
 def test_without_a_gpu_the_generation_is_not_compared(manifest):

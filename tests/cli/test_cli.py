@@ -160,7 +160,7 @@ def test_choices_are_those_of_the_library():
     pytest.importorskip("onnx_ir")
     from dflash_deploy.bundle.tensors import DRAFT, TARGET, DType
     from dflash_deploy.exporter.engines.backends import BACKENDS
-    from dflash_deploy.exporter.engines.options import Residence, Verbosity, Weights
+    from dflash_deploy.exporter.engines.options import Conv, Residence, Verbosity, Weights
     from dflash_deploy.runtime.ort_engine import PROVIDERS
 
     def values(kind):
@@ -173,6 +173,7 @@ def test_choices_are_those_of_the_library():
     assert list(command_line._WEIGHTS) == values(Weights)
     assert list(command_line._RESIDENCES) == values(Residence)
     assert list(command_line._VERBOSITIES) == values(Verbosity)
+    assert list(command_line._CONVS) == values(Conv)
 
 
 def test_inspect_says_what_would_go_wrong(bundle):

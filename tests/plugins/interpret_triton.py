@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dflash_deploy.plugins.triton_kernel import Tile, grouped_dynamic_conv_triton
+from dflash_deploy.plugins.triton_kernel import Tile
+from dflash_deploy.plugins.triton_launch import grouped_dynamic_conv_triton
 
 
 def tensor(array: np.ndarray) -> torch.Tensor:

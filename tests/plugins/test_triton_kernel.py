@@ -15,14 +15,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from dflash_deploy.bundle.errors import OpError
+from dflash_deploy.bundle.errors import EngineBuildError, OpError
 from dflash_deploy.plugins.grouped_dynamic_conv import ConvSpec
-from dflash_deploy.plugins.triton_kernel import (
-    CAPABILITIES,
-    Tile,
-    compile_ptx,
-    grouped_dynamic_conv_triton,
-)
+from dflash_deploy.plugins.triton_compile import CAPABILITIES, _own_arguments, compile_ptx
+from dflash_deploy.plugins.triton_kernel import Tile
+from dflash_deploy.plugins.triton_launch import grouped_dynamic_conv_triton
+from verified_page import run_from_text, verified_page
 
 from .conv_cases import ISOLATION_CASES, NUMPY_DTYPES, Case, assert_close, assert_isolated, cases
 
@@ -61,7 +59,8 @@ def strided_inputs():
 
 
 def test_numerics_in_the_interpreter(tmp_path):
-    # Half precision differs from float32 by its loads and its last rounding only: a third of it is run.
+    # Half precision differs from float32 by its loads and its last rounding only: a third of it is run here,
+    # the rest below.
     todo = [
         (case, case.draw()) for i, case in enumerate(cases()) if case.dtype == "float32" or not i // 3 % 3
     ]
@@ -87,6 +86,20 @@ def test_numerics_in_the_interpreter(tmp_path):
     for case in ISOLATION_CASES:
         assert_isolated(lambda *_: next(isolation), case, np.nan)
     assert next(isolation, None) is None
+
+
+@pytest.mark.slow
+def test_the_rest_of_half_precision(tmp_path):
+    """With the test above: the very cases that the ONNX function is tested with."""
+    todo = [
+        (case, case.draw())
+        for i, case in enumerate(cases(("float32", "float16", "bfloat16")))
+        if case.dtype != "float32" and i // 3 % 3
+    ]
+    results = interpret([(*inputs, c.block_size, c.group_size, True) for c, inputs in todo], tmp_path)
+    assert len(todo) > 100
+    for (case, inputs), got in zip(todo, results, strict=True):
+        assert_close("triton", case, got, inputs)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -139,9 +152,9 @@ def test_launcher_refuses_misfits():
 
 def test_gpu_script_runs_its_checks_without_the_package_installed(tmp_path):
     script = HERE.parents[1] / "benchmarks" / "gpu_kernel.py"
-    report = tmp_path / "kernel.json"
+    report, record = tmp_path / "kernel.json", tmp_path / "2027-01-02.json"
     done = subprocess.run(
-        [sys.executable, script, "--device", "cpu", "--seconds", "1", "--json", report],
+        [sys.executable, script, "--device", "cpu", "--seconds", "1", "--json", report, "--record", record],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=tmp_path,
         capture_output=True,
@@ -151,3 +164,35 @@ def test_gpu_script_runs_its_checks_without_the_package_installed(tmp_path):
     numbers = json.loads(report.read_text())
     assert numbers["checks"]["cases"] >= 1
     assert numbers["checks"]["failures"] == []
+    run = run_from_text(record.read_text(), record.name)
+    assert (run.part, run.device, run.passed, run.changed()) == ("conv-kernel", "interpreter", True, [])
+    assert run.figures["cases"] == numbers["checks"]["cases"]
+    assert "## The Triton kernel on an interpreter" in verified_page([run])
+
+
+@pytest.mark.slow
+def test_registers_are_as_the_page_on_engines_says():
+    script = HERE.parents[1] / "benchmarks" / "gpu_kernel.py"
+    done = subprocess.run([sys.executable, script, "--resources"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines())
+    table = [dict(zip(head, row, strict=True)) for row in rows]
+    assert {row["sm"] for row in table} == {str(c) for c in CAPABILITIES}
+    assert {row["spilled bytes"] for row in table} == {"0"}
+    large = [int(r["registers"]) for r in table if r["H, group"] == "4096, 16" and r["rows of a tile"] == "4"]
+    page = (HERE.parents[1] / "docs" / "engines.md").read_text(encoding="utf-8")
+    assert f"takes {min(large)} to {max(large)} registers a thread" in page
+
+
+def test_arguments_that_are_missing_or_used_behind_our_own_are_refused():
+    own = ", ".join(f".param .u64 k_{i}" for i in range(11))
+    body = "\n)\n{ ld.param.b64 %rd1, [k_10]; }"
+    kept = _own_arguments(f".entry k({own}, .param .u64 k_11{body}", "k")
+    assert "k_10" in kept
+    assert "k_11" not in kept
+    with pytest.raises(
+        EngineBuildError, match=r"got 12 arguments and uses of \.param .* k_11, expected 11"
+    ):
+        _own_arguments(f".entry k({own}, .param .u64 k_11{body.replace('k_10', 'k_11')}", "k")
+    with pytest.raises(EngineBuildError, match="got 1 arguments, expected 11"):
+        _own_arguments(f".entry k(.param .u64 k_0{body}", "k")

@@ -87,9 +87,9 @@ def test_none_becomes_an_error_with_the_librarys_reasons():
     assert "plugin" not in str(found.value)
 
 
-def test_a_missing_plugin_is_named():
+def test_a_plugin_is_named():
     info = EngineInfo(**{**vars(INFO), "plugin": "dflash::GroupedDynamicConv 1"})
-    expected = r"plugin 'GroupedDynamicConv', version '1', namespace 'dflash'.*registry of tensorrt"
+    expected = r"plugin 'GroupedDynamicConv', version '1', namespace 'dflash', is in it; .*--conv function"
     with pytest.raises(EngineError, match=expected):
         engine_from_plan(library("tensorrt"), OldRuntime(), b"plan", info)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dflash_deploy.bundle.engines import DIRECTORY, Library, check_engine, read_engine
-from dflash_deploy.bundle.limits import PREFILL_ROWS, ShapeLimits
+from dflash_deploy.bundle.limits import PREFILL_ROWS, ShapeLimits, round_up
 from dflash_deploy.bundle.manifest import EngineFlag, manifest_from_bundle
 from dflash_deploy.bundle.profiles import ProfileSet
 from dflash_deploy.bundle.tensors import DType
-from dflash_deploy.exporter.engines.options import BuildOptions, Residence
+from dflash_deploy.exporter.engines.options import SLOTS_MULTIPLE, BuildOptions, Residence
 from dflash_deploy.exporter.export import export_bundle
 from dflash_deploy.exporter.progress import NullProgress
 from dflash_deploy.exporter.simple.seed import seed_checkpoints
@@ -56,7 +56,7 @@ def test_a_pair_builds_from_any_directory_and_after_a_move(half, tmp_path, monke
         assert info.precision == "float16"
         assert info.compute_capabilities == ("8.9",)
         assert info.flags == (EngineFlag.USER_ALLOCATION,)
-        assert info.limits == ShapeLimits.from_manifest(first)
+        assert info.limits == BuildOptions().limits(first)
         assert list(info.profiles) == ["all"]
         assert set(info.weights_sha256) == set(first.graphs[graph].weights)
 
@@ -102,7 +102,7 @@ def test_options_reach_the_engine(half):
     )
     manifest = build(half, options=options)
     (info,) = manifest.engines.values()
-    assert info.limits == ShapeLimits(64, 64 + manifest.slack_slots, 16, 8, 3)
+    assert info.limits == ShapeLimits(64, round_up(64 + manifest.slack_slots, SLOTS_MULTIPLE), 16, 8, 3)
     assert list(info.profiles) == ["plain", "verify", "prefill"]
     assert info.profiles["prefill"]["rows"] == (1, 16, 16)
     assert info.profiles["verify"]["batch"] == (1, 3, 3)
@@ -112,7 +112,10 @@ def test_options_reach_the_engine(half):
 def test_default_limits_are_the_bundles(half):
     manifest = manifest_from_bundle(half)
     limits = BuildOptions().limits(manifest)
-    assert limits == ShapeLimits.from_manifest(manifest)
+    assert replace(limits, capacity=0) == replace(ShapeLimits.from_manifest(manifest), capacity=0)
+    least = ShapeLimits.from_manifest(manifest).capacity
+    assert least <= limits.capacity < least + SLOTS_MULTIPLE
+    assert limits.capacity % SLOTS_MULTIPLE == 0
     longer = replace(manifest, max_length=5000)
     assert BuildOptions().limits(longer).rows == PREFILL_ROWS
 
