@@ -7,6 +7,7 @@
     │   ├── PairError               target and draft do not belong together
     │   ├── BundleError             a bundle is missing, damaged, or was edited into nonsense
     │   ├── RequestError            a generation request cannot be served as asked
+    │   │   └── BusyError               a service has no room for it now
     │   ├── ProviderError           an engine or execution provider asked for is not there
     │   ├── OutputError             the place to write to cannot be used
     │   └── OpError                 the arguments of the custom op do not fit (also a ValueError)
@@ -54,6 +55,10 @@ class BundleError(UserError):
 
 class RequestError(UserError):
     """A generation request cannot be served as asked."""
+
+
+class BusyError(RequestError):
+    """A service has no room for the request now; the same request may be served later."""
 
 
 class ProviderError(UserError):

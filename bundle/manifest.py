@@ -76,6 +76,19 @@ class ConvInfo:
     group_size: int
 
 
+class ProposalLaw(enum.Enum):
+    """What a sampled proposal can be drawn from.
+
+    ROWS: from each row's logits by themselves. CANDIDATES: from the candidates' scores, which depend on the
+    candidate before. FIXED: from nothing; the draft has no law of its own over the target's vocabulary, or
+    its rows saw each other's tokens, and what it proposes is taken as it is.
+    """
+
+    ROWS = "rows"
+    CANDIDATES = "candidates"
+    FIXED = "fixed"
+
+
 @dataclass(frozen=True)
 class DraftInfo:
     """The draft model. `first_proposal_row` is 1, or 0 where the anchor's own row proposes a token."""
@@ -92,6 +105,7 @@ class DraftInfo:
     draft_vocab_size: int
     conv: ConvInfo | None = None
     selector: SelectorInfo | None = None
+    proposal_law: ProposalLaw = ProposalLaw.FIXED
     tap_convention: str = TAP_CONVENTION
 
     @property
@@ -153,7 +167,7 @@ class EngineInfo:
         limits: the limits that the profiles were planned for.
         weights_sha256: hash of each weight file at the time.
         flags: what is special about it.
-        plugin: name and version of the plugin it needs, e.g. ``dflash::GroupedDynamicConv 1``.
+        plugin: name and version of the plugin it was built with, e.g. ``dflash::GroupedDynamicConv 1``.
     """
 
     graph: str

@@ -105,7 +105,7 @@ def _show(
     decoder: Decoder, prompt: list[int], max_new_tokens: int, mode: Mode, console: Console
 ) -> Generation:
     console.rule(f"{mode.value} decoding", align="left", characters="-")
-    got = decoder.generate(prompt, max_new_tokens, mode)
+    got = decoder.generate(prompt, max_new_tokens, mode=mode)
     stats = got.stats
     console.print(f"tokens       {list(got.ids)}", soft_wrap=True)
     console.print(f"time         {stats.total_ms:.2f} ms, {stats.rounds + 1} passes of the target")
@@ -121,5 +121,5 @@ def _means(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> dict[str
     totals = dict.fromkeys((mode.value for mode in Mode), 0.0)
     for _ in range(RUNS):
         for mode in Mode:
-            totals[mode.value] += decoder.generate(prompt, max_new_tokens, mode).stats.total_ms
+            totals[mode.value] += decoder.generate(prompt, max_new_tokens, mode=mode).stats.total_ms
     return {name: total / RUNS for name, total in totals.items()}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bundle import tensors as t
-from ..bundle.manifest import ConvInfo, DraftInfo, SelectorInfo, TargetInfo
+from ..bundle.manifest import ConvInfo, DraftInfo, ProposalLaw, SelectorInfo, TargetInfo
 from ..bundle.tensors import CacheShape, DType, GraphIO, TensorInfo
 from .checkpoint import Checkpoint
 from .drafts.formats import draft_from_checkpoint
@@ -134,8 +134,16 @@ def _infos(target: TargetSpec, draft: DraftSpec, dtype: DType) -> tuple[TargetIn
         draft_vocab_size=draft.draft_vocab_size or draft.vocab_size,
         conv=None if draft.conv is None else ConvInfo(draft.conv.kernel_size, draft.conv.group_size),
         selector=None if draft.selector is None else SelectorInfo(draft.selector.rank, draft.selector.top_k),
+        proposal_law=_proposal_law(draft),
     )
     return target_info, draft_info
+
+
+def _proposal_law(draft: DraftSpec) -> ProposalLaw:
+    if draft.selector is not None:
+        return ProposalLaw.CANDIDATES
+    # A reduced vocabulary's logits are about other ids than the target's.
+    return ProposalLaw.ROWS if draft.draft_vocab_size is None else ProposalLaw.FIXED
 
 
 def _target_cache(target: TargetSpec, dtype: DType) -> CacheShape:

@@ -13,6 +13,7 @@ class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    DEADLINE = "deadline"
 
 
 @dataclass(frozen=True)

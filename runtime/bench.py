@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import __version__
 from ..bundle.errors import RequestError, field_error
+from .backends import ONNXRUNTIME
 from .decoder import Decoder, Generation
 from .stats import GenerationStats, Mode
 
@@ -51,6 +52,7 @@ def run_bench(
     provider: str = "cpu",
     repeats: int = 1,
     progress: Callable[[int, int], None] | None = None,
+    backend: str = ONNXRUNTIME,
 ) -> dict[str, Any]:
     """Open a bundle and time it; see `bench_decoder` for the figures.
 
@@ -63,12 +65,15 @@ def run_bench(
         provider: see `Decoder.open`.
         repeats: runs of each prompt and way, of which the fastest counts.
         progress: is told how many runs of how many are done.
+        backend: see `Decoder.open`.
 
     Raises:
         RequestError: there is no prompt, or a prompt or setting is not possible.
         BundleError, ProviderError, EngineError: see `Decoder`.
     """
-    with Decoder.open(bundle, provider=provider, threads=threads, verify_rows=verify_rows) as decoder:
+    with Decoder.open(
+        bundle, provider=provider, threads=threads, verify_rows=verify_rows, backend=backend
+    ) as decoder:
         return bench_decoder(decoder, prompts, max_new_tokens, repeats, progress)
 
 
@@ -99,7 +104,7 @@ def bench_decoder(
     total, done = len(prompts) * repeats * len(_WAYS), 0
 
     def run(way: _Way, prompt: Prompt, tokens: int) -> Generation:
-        return decoders[way].generate(prompt, tokens, way.mode, chat)
+        return decoders[way].generate(prompt, tokens, mode=way.mode, chat=chat)
 
     for way in _WAYS:
         run(way, prompts[0], min(WARM_UP_TOKENS, max_new_tokens))
@@ -200,9 +205,12 @@ def bench_table(result: dict[str, Any]) -> Table:
     settings = result["settings"]
     reached = f"{result['bound_reached']:.0%} of the bound {result['bound']:.2f}"
     same = "identical to plain" if result["tokens_identical"] else "NOT IDENTICAL to plain"
+    place = settings["provider"]
+    if result["threads"] is not None:
+        place += f", {result['threads']} threads"
     table = Table(
         title=f"{result['bundle']}: {settings['prompts']} prompts, up to {settings['max_new_tokens']} tokens,"
-        f" {settings['provider']}, {result['threads']} threads, {settings['verify_rows']} rows verified",
+        f" {place}, {settings['verify_rows']} rows verified",
         caption=f"speedup {result['speedup']:.2f} ({reached}), acceptance length "
         f"{result['acceptance_length']:.3f}, tokens {same}",
     )

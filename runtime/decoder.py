@@ -5,44 +5,60 @@ Nothing is kept between requests: caches, buffers and counters belong to the str
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from ..bundle.errors import RequestError, field_error
-from ..bundle.limits import ShapeLimits
+from ..bundle.limits import PREFILL_ROWS, ShapeLimits
 from ..bundle.manifest import Manifest, Verify, check_files, manifest_from_bundle
-from ..bundle.tensors import DRAFT, TARGET
-from .accept import Acceptance, FinishReason
+from .accept import FinishReason
+from .backends import ONNXRUNTIME, runners_from_bundle
+from .choose import TokenLogprob
 from .engine import GraphRunner
-from .loop import Budget, run_loop
-from .models import Draft, Target
-from .stats import GenerationStats, Mode, Recorder
+from .loop import Job, Step, request_loop, run_alone
+from .pair import Lane, Pair, prefill_rows
+from .request import MAX_NEW_TOKENS, Prompt, Request, RequestOptions, job_from_request
+from .stats import GenerationStats
 from .text import TextCodec
-
-MAX_NEW_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one round adds. `text` may be empty while a character is incomplete."""
+    """What one round adds.
+
+    Attributes:
+        ids: tokens.
+        text: what may be shown now; may be empty while a character, or what may be a stop string, is
+            incomplete.
+        logprobs: one for each token, if they were asked for.
+    """
 
     ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A whole answer. A stop token that ended it is the last of `ids`."""
+    """A whole answer.
+
+    Attributes:
+        ids: tokens; one that ended the answer is the last.
+        text: what they say, without a stop string that ended it.
+        finish_reason: why it ended.
+        stats: figures.
+        logprobs: one for each token, if they were asked for.
+    """
 
     ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
     stats: GenerationStats
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,28 @@ class Settings:
     max_length: int
 
 
+class Answer:
+    """Gathers the steps of one request to a `Generation`."""
+
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
+
+    def add(self, step: Step) -> Chunk:
+        """Take the next step."""
+        self._steps.append(step)
+        return Chunk(step.ids, step.text, step.logprobs)
+
+    def generation(self, finish: FinishReason, stats: GenerationStats) -> Generation:
+        """All of it."""
+        return Generation(
+            tuple(token for step in self._steps for token in step.ids),
+            "".join(step.text for step in self._steps),
+            finish,
+            stats,
+            tuple(logprob for step in self._steps for logprob in step.logprobs),
+        )
+
+
 class Stream(Iterator[Chunk]):
     """The chunks of one generation, computed as they are read.
 
@@ -69,34 +107,27 @@ class Stream(Iterator[Chunk]):
     in progress. May be used as a context manager.
     """
 
-    def __init__(self, rounds: Iterator[Acceptance], codec: TextCodec | None, parts: _Parts):
-        self._text = codec.stream() if codec is not None else None
-        self._running: tuple[Iterator[Acceptance], _Parts] | None = (rounds, parts)
-        self._ids: list[int] = []
-        self._texts: list[str] = []
+    def __init__(self, steps: Iterator[Step], job: Job, lane: Lane):
+        self._running: tuple[Iterator[Step], Job, Lane] | None = (steps, job, lane)
+        self._answer = Answer()
         self._result: Generation | None = None
 
     def __next__(self) -> Chunk:
         if self._running is None:
             raise StopIteration
-        rounds, parts = self._running
+        steps, job, _ = self._running
         began = perf_counter()
         try:
-            outcome = next(rounds)
-            text = ""
-            if self._text is not None:
-                text = self._text.push(outcome.ids)
-                if outcome.finish is not None:
-                    text += self._text.close()
+            step = next(steps)
         except BaseException:
             self._running = None
             raise
-        self._ids += outcome.ids
-        self._texts.append(text)
-        parts.recorder.total_ms += (perf_counter() - began) * 1000.0
-        if outcome.finish is not None:
-            self._end(outcome.finish)
-        return Chunk(outcome.ids, text)
+        chunk = self._answer.add(step)
+        job.recorder.total_ms += (perf_counter() - began) * 1000.0
+        job.recorder.first_token_ms = job.recorder.first_token_ms or job.recorder.total_ms
+        if step.finish is not None:
+            self._end(step.finish)
+        return chunk
 
     @property
     def result(self) -> Generation:
@@ -115,8 +146,9 @@ class Stream(Iterator[Chunk]):
 
     def _end(self, finish: FinishReason) -> None:
         if self._running is not None:
-            stats = self._running[1].stats()
-            self._result = Generation(tuple(self._ids), "".join(self._texts), finish, stats)
+            _, job, lane = self._running
+            stats = job.recorder.stats(lane.target.committed, lane.draft.committed)
+            self._result = self._answer.generation(finish, stats)
             self._running = None
 
     def __enter__(self) -> Stream:
@@ -126,20 +158,6 @@ class Stream(Iterator[Chunk]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-@dataclass
-class _Parts:
-    """What a running generation holds."""
-
-    target: Target
-    draft: Draft | None
-    recorder: Recorder
-
-    def stats(self) -> GenerationStats:
-        return self.recorder.stats(
-            self.target.length.committed, self.draft.length.committed if self.draft is not None else 0
-        )
 
 
 class Decoder:
@@ -164,19 +182,23 @@ class Decoder:
         self._target = target
         self._draft = draft
         most = manifest.draft.proposals + 1
+        longest = longest_sequence(manifest, target, draft)
         if not 2 <= settings.verify_rows <= most:
             raise field_error(
                 RequestError, "verify_rows", settings.verify_rows, f"2 to {most} (anchor and proposals)"
             )
-        if not 2 <= settings.max_length <= manifest.max_length:
+        if not 2 <= settings.max_length <= longest:
             raise field_error(
                 RequestError,
                 "max_length",
                 settings.max_length,
-                f"2 to {manifest.max_length}",
-                "export again with a larger --max-length",
+                f"2 to {longest}",
+                "export again with a larger --max-length"
+                if longest == manifest.max_length
+                else "build the engines again with a larger --max-context",
             )
         self._limits = ShapeLimits.from_manifest(manifest, settings.max_length)
+        self._prefill_rows = prefill_rows(target.limits, PREFILL_ROWS)
 
     @classmethod
     def open(
@@ -188,6 +210,7 @@ class Decoder:
         exact: bool = True,
         max_length: int | None = None,
         verify: Verify = Verify.HASHES,
+        backend: str = ONNXRUNTIME,
     ) -> Decoder:
         """Open a bundle.
 
@@ -200,28 +223,44 @@ class Decoder:
             exact: see `Settings`.
             max_length: a limit below the bundle's, in tokens.
             verify: what is checked of the bundle's files.
+            backend: onnxruntime, or tensorrt or tensorrt-rtx for the engines that were built into the bundle.
 
         Raises:
             BundleError: the bundle is missing or damaged.
-            ProviderError: the provider is not there, or cannot compute the bundle's dtype.
+            ProviderError: the provider or backend is not there, or cannot compute the bundle's dtype.
             RequestError: a setting is out of range.
         """
-        from .ort_engine import check_provider, runner_from_onnx
-
         directory = Path(bundle)
         manifest = manifest_from_bundle(directory, Verify.SIZES)
-        settings = Settings(
-            manifest.draft.proposals + 1 if verify_rows is None else verify_rows,
-            exact,
-            manifest.max_length if max_length is None else max_length,
-        )
-        check_provider(provider, manifest.dtype)  # before any weight is read
+        if backend == ONNXRUNTIME:
+            from .ort_engine import check_provider
+
+            check_provider(provider, manifest.dtype)  # before any weight is read
         if verify is Verify.HASHES:
             check_files(manifest, directory, verify)
         codec = TextCodec.from_bundle(directory, manifest.tokenizer) if manifest.tokenizer.file else None
-        target = runner_from_onnx(directory, manifest.graphs[TARGET], provider, threads)
-        draft = runner_from_onnx(directory, manifest.graphs[DRAFT], provider, threads)
-        return cls(manifest, target, draft, codec, settings)
+        target, draft = runners_from_bundle(directory, manifest, backend, provider, threads)
+        try:
+            return cls(
+                manifest,
+                target,
+                draft,
+                codec,
+                Settings(
+                    manifest.draft.proposals + 1 if verify_rows is None else verify_rows,
+                    exact,
+                    longest_sequence(manifest, target, draft) if max_length is None else max_length,
+                ),
+            )
+        except BaseException:
+            target.close()
+            draft.close()
+            raise
+
+    @property
+    def runners(self) -> tuple[GraphRunner, GraphRunner]:
+        """Target and draft."""
+        return self._target, self._draft
 
     def with_settings(self, **changes: Any) -> Decoder:
         """A decoder over the same engines with some `Settings` changed. Closing either closes both."""
@@ -240,58 +279,38 @@ class Decoder:
         }
 
     def stream(
-        self,
-        prompt: str | Sequence[int],
-        max_new_tokens: int = MAX_NEW_TOKENS,
-        mode: Mode = Mode.SPECULATIVE,
-        chat: bool = True,
-        system: str | None = None,
-        stop_token_ids: Sequence[int] | None = None,
+        self, prompt: Prompt, max_new_tokens: int = MAX_NEW_TOKENS, **options: Unpack[RequestOptions]
     ) -> Stream:
         """Start a generation; nothing is computed before the stream is read.
 
         Args:
-            prompt: text, or token ids that are taken as they are.
+            prompt: a text, token ids that are taken as they are, or chat messages.
             max_new_tokens: most tokens produced; `max_length` may allow fewer.
-            mode: with the draft, or with the target alone.
-            chat: put a text prompt into the model's chat template.
-            system: the template's system message; None takes the template's own.
-            stop_token_ids: ids that end the generation instead of the bundle's; an empty list ends it at
-                `max_new_tokens` only.
+            options: the other fields of `Request`.
 
         Raises:
-            RequestError: the prompt is empty, too long or no token sequence, or a limit is out of range.
+            RequestError: the prompt is empty, too long or no token sequence, or an option is out of range.
             EngineError: there is no memory for the caches, or the decoder is closed.
         """
-        if not isinstance(mode, Mode):
-            raise field_error(RequestError, "mode", mode, "Mode.SPECULATIVE or Mode.PLAIN")
-        ids = self._prompt_ids(prompt, chat, system)
-        new_tokens = min(_at_least_one(max_new_tokens), self.settings.max_length - len(ids))
-        given = self.manifest.stop_token_ids if stop_token_ids is None else stop_token_ids
-        stops = frozenset(self._checked(given, "stop_token_ids"))
-        budget = Budget(new_tokens, self.settings.verify_rows, stops)
-        recorder = Recorder(mode, len(ids))
-        capacity = self._limits.capacity_for(len(ids) + new_tokens)
-        info, speculative = self.manifest.draft, mode is Mode.SPECULATIVE
-        target = Target(self._target, capacity, self.settings.exact, speculative, recorder)
-        draft = None
-        if speculative:
-            draft = Draft(self._draft, info, self.manifest.target.vocab_size, capacity, recorder)
-        return Stream(
-            run_loop(target, draft, info, ids, budget, recorder), self.codec, _Parts(target, draft, recorder)
+        request = Request(prompt, max_new_tokens, **options)
+        job = job_from_request(request, self.manifest, self.codec, self.settings.max_length)
+        fixed = self._target.limits
+        capacity = (
+            self._limits.capacity_for(len(job.prompt) + job.new_tokens) if fixed is None else fixed.capacity
         )
+        draft = self._draft if job.speculative else None
+        pair = Pair(self.manifest, self._target, draft, capacity, 1, self.settings.exact)
+        lane = pair.lanes[0]
+        lane.recorder = job.recorder
+        rows = self.settings.verify_rows
+        loop = request_loop(job, lane, self.manifest.draft, self._prefill_rows, lambda: rows)
+        return Stream(run_alone(loop, pair, lane), job, lane)
 
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        max_new_tokens: int = MAX_NEW_TOKENS,
-        mode: Mode = Mode.SPECULATIVE,
-        chat: bool = True,
-        system: str | None = None,
-        stop_token_ids: Sequence[int] | None = None,
+        self, prompt: Prompt, max_new_tokens: int = MAX_NEW_TOKENS, **options: Unpack[RequestOptions]
     ) -> Generation:
         """Generate to the end; see `stream`."""
-        stream = self.stream(prompt, max_new_tokens, mode, chat, system, stop_token_ids)
+        stream = self.stream(prompt, max_new_tokens, **options)
         for _ in stream:
             pass
         return stream.result
@@ -309,47 +328,7 @@ class Decoder:
     ) -> None:
         self.close()
 
-    def _prompt_ids(self, prompt: str | Sequence[int], chat: bool, system: str | None) -> list[int]:
-        if isinstance(prompt, str):
-            if self.codec is None:
-                raise RequestError("prompt: got text, but this bundle has no tokenizer; give token ids")
-            ids = self.codec.encode_prompt(prompt, chat, system)
-        elif system is not None:
-            raise RequestError("system: got a system message beside token ids; put it into the ids")
-        else:
-            ids = self._checked(prompt, "prompt")
-        if not ids:
-            raise RequestError("prompt: got no tokens, expected at least one")
-        most = self.settings.max_length - 1
-        if len(ids) > most:
-            raise field_error(
-                RequestError,
-                "prompt: length in tokens",
-                len(ids),
-                f"at most {most} (max_length is {self.settings.max_length}, one token has to fit behind it)",
-                "shorten it, or export with a larger --max-length",
-            )
-        return ids
 
-    def _checked(self, ids: Sequence[int], what: str) -> list[int]:
-        rows = self.manifest.target.embedding_rows
-        checked = []
-        for index, token in enumerate(ids):
-            try:
-                value = operator.index(token)
-            except TypeError:
-                value = -1
-            if not 0 <= value < rows:
-                raise field_error(RequestError, f"{what}[{index}]", token, f"a token id, 0 <= id < {rows}")
-            checked.append(value)
-        return checked
-
-
-def _at_least_one(max_new_tokens: int) -> int:
-    try:
-        value = operator.index(max_new_tokens)
-    except TypeError:
-        value = 0
-    if value < 1:
-        raise field_error(RequestError, "max_new_tokens", max_new_tokens, ">= 1")
-    return value
+def longest_sequence(manifest: Manifest, *runners: GraphRunner) -> int:
+    """Longest sequence in tokens that a bundle and the engines built from it allow."""
+    return min([manifest.max_length, *(r.limits.max_length for r in runners if r.limits is not None)])

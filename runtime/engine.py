@@ -1,8 +1,8 @@
 """What the loop needs from an inference engine. ONNX Runtime fits it now, TensorRT later.
 
-An engine is opened from a graph file and its `GraphInfo` and keeps the weights. Everything that belongs to
-one request (KV caches, input and output buffers) lives in a `KVCache` made by it, so that several requests
-may be in flight over the same engine without seeing each other.
+An engine is opened from a graph file and its `GraphInfo` and keeps the weights. Everything else (KV caches,
+input and output buffers) lives in a `KVCache` made by it, so that several may be in flight over the same
+engine without seeing each other. Requests that are computed together share a cache, with a lane of it each.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bundle.limits import ShapeLimits
 from ..bundle.manifest import GraphInfo
 from ..bundle.tensors import GraphIO
 
 IntArray = NDArray[np.int64]
+HostArray = NDArray[Any]
 
 
 class DeviceTensor(Protocol):
@@ -34,15 +36,30 @@ class DeviceTensor(Protocol):
         """Values in host memory; waits for the device. Valid until the next `run` over the same cache."""
 
 
-class KVCache(Protocol):
-    """Device memory of one request for one graph: caches, updated in place, and the buffers of its passes.
+SavedLane = tuple[NDArray[Any], ...]
+"""The first slots of one lane in host memory: [kv_heads, slots, head_dim] for each cache tensor, in order."""
 
-    Freed when it is dropped. A new one holds zeros: slots that nothing was written to must be finite.
+
+class KVCache(Protocol):
+    """Device memory for one graph: caches, updated in place, and the buffers of the passes over them.
+
+    The batch axis has lanes, one a request. Freed when it is dropped. A new one holds zeros: slots that
+    nothing was written to must be finite.
     """
+
+    @property
+    def batch(self) -> int:
+        """Lanes of every cache tensor."""
 
     @property
     def capacity(self) -> int:
         """Slots of every cache tensor."""
+
+    def save(self, lane: int, slots: int) -> SavedLane:
+        """Copy the first `slots` slots of a lane to host memory. Bits are kept."""
+
+    def load(self, lane: int, saved: SavedLane) -> None:
+        """Copy what `save` gave into the first slots of a lane, of this or another cache of the graph."""
 
 
 class GraphRunner(Protocol):
@@ -56,8 +73,15 @@ class GraphRunner(Protocol):
     def effective(self) -> Mapping[str, object]:
         """The settings the engine really runs with: engine, version, providers, threads."""
 
+    @property
+    def limits(self) -> ShapeLimits | None:
+        """What the engine was built for; None if it takes any shape.
+
+        Caches have exactly `capacity` slots, passes at most that many rows, logit rows and lanes.
+        """
+
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        """Allocate a request's memory with `capacity` slots.
+        """Allocate caches with `batch` lanes of `capacity` slots.
 
         Raises:
             EngineError: the device has not that much memory, or the engine is closed.
@@ -66,8 +90,9 @@ class GraphRunner(Protocol):
     def run(
         self,
         cache: KVCache,
-        inputs: Mapping[str, IntArray | DeviceTensor],
+        inputs: Mapping[str, HostArray | DeviceTensor],
         wanted: Sequence[str],
+        lanes: range | None = None,
     ) -> list[DeviceTensor]:
         """Run one pass; the caches in `cache` are the graph's past_* inputs and present_* outputs.
 
@@ -76,6 +101,8 @@ class GraphRunner(Protocol):
             inputs: every input of the graph that is not a cache. Host arrays are copied before the call
                 returns.
             wanted: names of the outputs to give, in the order wanted. Others are not given out.
+            lanes: neighbouring lanes that take part; None takes all. The batch axis of inputs and outputs
+                has as many rows; the memory of other lanes is not touched.
 
         Raises:
             EngineError: the engine failed; the cache's content is undefined afterwards.

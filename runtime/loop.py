@@ -1,4 +1,8 @@
-"""The loop: prefill, then rounds of draft, verify, accept, commit.
+"""The loop of one request: prefill, then rounds of draft, verify, accept, commit.
+
+It is a generator that yields the passes it needs and is sent what they gave, so that it reads like the
+algorithm whether it runs alone (`run_alone`) or its passes are computed together with those of others
+(`scheduler`). What a round commits is yielded too, as a `Step`.
 
 L tokens are committed: their keys and values are in the target's cache. Token L, the anchor, is chosen, but
 not computed. The draft has seen the target's features of the positions before L.
@@ -7,94 +11,175 @@ not computed. The draft has seen the target's features of the positions before L
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
-from ..bundle.limits import PREFILL_ROWS
+from ..bundle.limits import KV_BUCKET
 from ..bundle.manifest import DraftInfo
-from .accept import Acceptance, accept_greedy
-from .models import Draft, DraftFailure, Target
+from .accept import FinishReason
+from .choice import Choice
+from .choose import Accepted, ProposalError, TokenLogprob
+from .pair import Lane, Pair
+from .passes import Drafted, DraftFailure, DraftPass, TargetPass, TargetRows
 from .stats import Phase, Recorder
+from .stops import TextWatch
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Budget:
-    """What one generation may do.
+class Step:
+    """What a round adds to a request.
 
     Attributes:
-        new_tokens: most tokens produced, at least 1.
-        verify_rows: most rows the target verifies in a round, at least 2: anchor and proposals.
-        stop_ids: tokens that end the generation.
+        ids: tokens that join the sequence; the last one is the next anchor.
+        text: what may be shown now.
+        logprobs: one for each of `ids`, if they were asked for.
+        finish: set if the request ends with these tokens.
     """
 
+    ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request, ready to run.
+
+    Attributes:
+        prompt: at least one token.
+        new_tokens: most tokens produced, at least 1.
+        choice: how tokens are chosen; its state belongs to this run.
+        watch: text and stop strings; its state belongs to this run.
+        speculative: whether to draft.
+        rows_are_free: whether the tokens are the same however many proposals are verified in a round.
+        recorder: told about rounds and failures.
+    """
+
+    prompt: Sequence[int]
     new_tokens: int
-    verify_rows: int
-    stop_ids: Collection[int]
+    choice: Choice
+    watch: TextWatch
+    speculative: bool
+    rows_are_free: bool
+    recorder: Recorder
 
 
-def run_loop(
-    target: Target,
-    draft: Draft | None,
-    info: DraftInfo,
-    prompt: Sequence[int],
-    budget: Budget,
-    recorder: Recorder,
-) -> Iterator[Acceptance]:
-    """Decode greedily and yield what each round commits; the last one has `finish` set.
+RowsNow = Callable[[], int]
+"""Most rows that the target verifies in the round that begins now, the anchor included; 1 decodes plainly."""
+
+Ask = TargetPass | DraftPass
+Reply = TargetRows | Drafted | DraftFailure | None
+Loop = Generator[Ask | Step, Reply, None]
+
+
+def request_loop(job: Job, lane: Lane, info: DraftInfo, prefill_rows: int, rows_now: RowsNow) -> Loop:
+    """Run a request; the last `Step` has `finish` set.
 
     Args:
-        target: new, with nothing in its cache.
-        draft: new; None decodes plainly.
+        job: the request.
+        lane: its place in the caches. What is committed there already are the first tokens of the prompt, not
+            all of them.
         info: the draft's part of the manifest.
-        prompt: at least one token.
-        budget: what ends the loop.
-        recorder: told about rounds and failures.
+        prefill_rows: most rows of the prompt in one pass.
+        rows_now: asked once a round.
 
     Raises:
-        EngineError: the target's engine failed. A failing draft does not raise: the loop goes on plainly.
+        EngineError: a row of the target that was needed is not finite. A failing draft does not raise: the
+            loop goes on plainly.
     """
+    choice, recorder = job.choice, job.recorder
+    drafting = job.speculative
 
-    def failed(failure: DraftFailure) -> None:
+    def failed(cause: str) -> None:
+        nonlocal drafting
+        drafting = False
         recorder.draft_failures += 1
-        recorder.draft_failure = str(failure)
-        logger.warning("draft failed, this request goes on without it: %s", failure)
+        recorder.draft_failure = cause
+        logger.warning("draft failed, this request goes on without it: %s", cause)
 
     # Prefill, in parts if it is long; the last row chooses the first anchor.
-    first: list[int] = []
-    for begin in range(0, len(prompt), PREFILL_ROWS):
-        part = prompt[begin : begin + PREFILL_ROWS]
-        first = target.run(part, 1, Phase.PREFILL)
-        target.length.commit(len(part))
-        if draft is not None and begin + len(part) < len(prompt):
-            try:
-                draft.absorb(target)
-            except DraftFailure as failure:
-                failed(failure)
-                draft = None
-    outcome = accept_greedy((), first, budget.new_tokens, budget.stop_ids)
+    rows = TargetRows((), None)
+    while lane.target.committed < len(job.prompt):
+        begin = lane.target.committed
+        part = job.prompt[begin : begin + prefill_rows]
+        last = begin + len(part) == len(job.prompt)
+        reply = yield TargetPass(part, 1, Phase.PREFILL, drafting, last and choice.needs_logits)
+        rows = cast("TargetRows", reply)
+        lane.target.commit(len(part))
+        if drafting and not last:
+            reply = yield DraftPass(0, 0, (), Phase.PREFILL)
+            if isinstance(reply, DraftFailure):
+                failed(reply.cause)
+    step = _step(job, choice.accept(choice.nothing, rows, job.new_tokens))
     recorder.new_tokens = 1
-    yield outcome
+    yield step
 
-    while outcome.finish is None:
+    while step.finish is None:
         # 1. The anchor is the token chosen last; `left` tokens may still be produced behind it.
-        anchor, left = outcome.ids[-1], budget.new_tokens - recorder.new_tokens
+        anchor, left = step.ids[-1], job.new_tokens - recorder.new_tokens
         # 2.-7. Draft a block over the features of the last pass. The block is cut to the budget, as z-lab
         # cuts it; of its proposals no more are verified than can be used: a verified row gives a token.
-        proposals: list[int] = []
-        if draft is not None and left > 1:
-            try:
-                proposals = draft.propose(target, anchor, min(info.proposals, left))
-            except DraftFailure as failure:
-                failed(failure)
-                draft = None
-        proposals = proposals[: min(budget.verify_rows, left) - 1]
+        proposed = choice.nothing
+        most_rows = min(rows_now(), left) if left > 1 else 1
+        if drafting and most_rows > 1:
+            count = min(info.proposals, left)
+            reply = yield DraftPass(anchor, count, choice.draft_outputs, Phase.DRAFT)
+            if isinstance(reply, DraftFailure):
+                failed(reply.cause)
+            else:
+                try:
+                    proposed = choice.propose(cast("Drafted", reply), most_rows - 1)
+                except ProposalError as cause:
+                    failed(str(cause))
+        elif drafting and lane.target.committed - lane.draft.committed >= KV_BUCKET:
+            # Plain rounds leave features behind: taken in now and then, they stay few.
+            reply = yield DraftPass(0, 0, (), Phase.DRAFT)
+            if isinstance(reply, DraftFailure):
+                failed(reply.cause)
         # 8. Verify anchor and proposals in one pass, accept, commit; what was not accepted is forgotten.
-        rows = len(proposals) + 1
-        greedy = target.run([anchor, *proposals], rows, Phase.VERIFY)
-        outcome = accept_greedy(proposals, greedy, left, budget.stop_ids)
-        target.length.commit(len(outcome.ids))
-        recorder.acceptance_lengths.append(len(outcome.ids))
-        recorder.new_tokens += len(outcome.ids)
-        yield outcome
+        ids = [anchor, *proposed.ids]
+        reply = yield TargetPass(ids, len(ids), Phase.VERIFY, drafting, choice.needs_logits)
+        accepted = choice.accept(proposed, cast("TargetRows", reply), left)
+        step = _step(job, accepted)
+        lane.target.commit(len(step.ids))
+        recorder.round(len(proposed.ids), accepted.accepted, len(step.ids))
+        yield step
+
+
+def _step(job: Job, accepted: Accepted) -> Step:
+    """Cut a round's tokens behind a stop string, and let them join the sequence."""
+    ids, finish = accepted.ids, accepted.finish
+    for index, token in enumerate(ids):
+        if job.watch.push(token):
+            ids, finish = ids[: index + 1], FinishReason.STOP
+            break
+    job.choice.commit(ids)
+    text = job.watch.take() if finish is None else job.watch.close()
+    if finish is FinishReason.LENGTH and job.watch.stopped is not None:
+        finish = FinishReason.STOP  # the last character came to light only now
+    return Step(ids, text, accepted.logprobs[: len(ids)], finish)
+
+
+def run_alone(loop: Loop, pair: Pair, lane: Lane) -> Iterator[Step]:
+    """Run a loop by itself, each pass as it is asked for.
+
+    Raises:
+        EngineError: the target's engine failed.
+    """
+    reply: Reply = None
+    while True:
+        try:
+            asked = loop.send(reply)
+        except StopIteration:
+            return
+        reply = None
+        if isinstance(asked, TargetPass):
+            reply = pair.run_target([(lane, asked)])[0]
+        elif isinstance(asked, DraftPass):
+            reply = pair.run_draft([(lane, asked)])[0]
+        else:
+            yield asked

@@ -1,7 +1,8 @@
-"""ONNX Runtime behind `engine.GraphRunner`: one IO binding a request, everything bound in place."""
+"""ONNX Runtime behind `engine.GraphRunner`: everything bound in place."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,10 @@ from numpy.typing import NDArray
 
 from ..bundle.errors import BundleError, EngineError, ProviderError, RequestError, field_error
 from ..bundle.files import safe_path
+from ..bundle.limits import ShapeLimits
 from ..bundle.manifest import GraphInfo
 from ..bundle.tensors import BATCH, CAPACITY, DType, TensorInfo, present
-from .engine import DeviceTensor, IntArray, KVCache, resolve_axes
+from .engine import DeviceTensor, HostArray, KVCache, SavedLane, resolve_axes
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,14 @@ _NUMPY: dict[DType, np.dtype[Any]] = {
     DType.BFLOAT16: np.dtype(np.uint16),  # the bits; NumPy has no bfloat16
     DType.INT64: np.dtype(np.int64),
 }
+_Bound = dict[str, tuple[int, tuple[int, ...]]]
 _NOISE = re.compile(r"^.*\[ONNXRuntimeError\] : \d+ : \w+ : ", re.DOTALL)
-_ONNX_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
+_ONNX = {
+    DType.FLOAT32: 1,
+    DType.FLOAT16: 10,
+    DType.BFLOAT16: 16,
+    DType.INT64: 7,
+}  # onnx.TensorProto's numbers
 
 
 def check_provider(name: str, dtype: DType) -> Provider:
@@ -166,43 +174,93 @@ def runner_from_onnx(
     return OrtRunner(session, info, provider, wanted.device, options.intra_op_num_threads, ort.__version__)
 
 
-class OrtTensor:
-    """A tensor of ONNX Runtime: `engine.DeviceTensor`."""
+class _Block:
+    """Memory on the device: one allocation that tensors of several shapes are views of, one at a time."""
 
-    def __init__(self, value: Any, shape: tuple[int, ...], host: NDArray[Any] | None):
-        self.value = value
+    def __init__(self, dtype: DType, elements: int, device: str):
+        ort = _onnxruntime()
+        self.dtype = dtype
+        self.elements = elements
+        self.device = device
+        if device == "cpu":
+            # The memory is NumPy's own. A page that nobody touches takes none.
+            self.host: NDArray[Any] | None = np.zeros(elements, _NUMPY[dtype])
+            self.value = None
+            self.address = self.host.ctypes.data
+            return
+        self.host = None
+        self.value = ort.OrtValue.ortvalue_from_shape_and_type((elements,), _ONNX[dtype], device, 0)
+        self.address = self.value.data_ptr()
+        self.write(np.zeros(elements, _NUMPY[dtype]))
+
+    def read(self) -> NDArray[Any]:
+        """All elements in host memory: the memory itself on the CPU, a copy elsewhere."""
+        if self.host is not None:
+            return self.host
+        copied = np.empty(self.elements, _NUMPY[self.dtype])
+        self._as_value(copied).update_inplace(self.value)
+        return copied
+
+    def write(self, data: NDArray[Any]) -> None:
+        """Set the first elements; on a device the others become zero."""
+        if self.host is not None:
+            self.host[: data.size] = data
+            return
+        whole = np.zeros(self.elements, _NUMPY[self.dtype])
+        whole[: data.size] = data
+        assert self.value is not None
+        self.value.update_inplace(self._as_value(whole))
+
+    def _as_value(self, array: NDArray[Any]) -> Any:
+        return _onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX[self.dtype])
+
+
+class OrtTensor:
+    """A tensor in the memory of a cache: `engine.DeviceTensor`."""
+
+    def __init__(self, block: _Block, shape: tuple[int, ...]):
+        self.block = block
         self.shape = shape
-        self._host = host  # the memory itself, on the CPU
+        self._size = math.prod(shape)
 
     def to_host(self) -> NDArray[Any]:
         """See `engine.DeviceTensor`."""
-        return self._host if self._host is not None else cast("NDArray[Any]", self.value.numpy())
+        return self.block.read()[: self._size].reshape(self.shape)
 
-    def fill(self, data: IntArray) -> None:
+    def fill(self, data: HostArray) -> None:
         """Copy host values into the tensor."""
-        if self._host is not None:
-            np.copyto(self._host, data)
-        else:
-            self.value.update_inplace(np.ascontiguousarray(data))
+        self.block.write(data.reshape(-1))
 
 
 class OrtCache:
-    """One request's memory: `engine.KVCache`. Made by `OrtRunner.new_cache`.
+    """Caches of one graph and the buffers of its passes: `engine.KVCache`. Made by `OrtRunner.new_cache`.
 
     Attributes:
         tensors: the caches, by past_* name.
-        buffers: memory of the other inputs and outputs, by name and shape.
-        bound: which of these the binding points at.
+        buffers: memory of the other inputs and outputs by name, large enough for the largest so far.
+        bindings: for each range of lanes and set of outputs what ONNX Runtime was told, and the address and
+            shape it points at by name.
     """
 
-    def __init__(self, runner: OrtRunner, binding: Any, capacity: int, batch: int):
+    def __init__(self, runner: OrtRunner, capacity: int, batch: int):
         self.runner = runner
-        self.binding = binding
         self.capacity = capacity
         self.batch = batch
         self.tensors: dict[str, OrtTensor] = {}
-        self.buffers: dict[tuple[str, tuple[int, ...]], OrtTensor] = {}
-        self.bound: dict[str, DeviceTensor] = {}
+        self.buffers: dict[str, _Block] = {}
+        self.bindings: dict[tuple[int, int, tuple[str, ...]], tuple[Any, _Bound]] = {}
+
+    def save(self, lane: int, slots: int) -> SavedLane:
+        """See `engine.KVCache`."""
+        return tuple(tensor.to_host()[lane, :, :slots].copy() for tensor in self.tensors.values())
+
+    def load(self, lane: int, saved: SavedLane) -> None:
+        """See `engine.KVCache`."""
+        for tensor, part in zip(self.tensors.values(), saved, strict=True):
+            whole = tensor.to_host()
+            whole[lane, :, : part.shape[1]] = part
+            if tensor.block.host is None:
+                tensor.block.write(whole.reshape(-1))
 
 
 class OrtRunner:
@@ -224,60 +282,67 @@ class OrtRunner:
             "threads": threads,
         }
 
+    @property
+    def limits(self) -> ShapeLimits | None:
+        """See `engine.GraphRunner`: any shape goes."""
+        return None
+
     def new_cache(self, capacity: int, batch: int = 1) -> OrtCache:
         """See `engine.GraphRunner`."""
+        self._open_session()
         try:
-            binding = self._open_session().io_binding()
-            cache = OrtCache(self, binding, capacity, batch)
-            for tensor in self._caches:
-                memory = self._allocate(tensor, _shape(tensor, {BATCH: batch, CAPACITY: capacity}))
-                binding.bind_ortvalue_input(tensor.name, memory.value)
-                binding.bind_ortvalue_output(present(tensor.name), memory.value)  # in place
-                cache.tensors[tensor.name] = memory
-        except EngineError:
-            raise
+            cache = OrtCache(self, capacity, batch)
+            for info in self._caches:
+                shape = _shape(info, {BATCH: batch, CAPACITY: capacity})
+                cache.tensors[info.name] = OrtTensor(
+                    _Block(info.dtype, math.prod(shape), self._device), shape
+                )
         except Exception as cause:  # MemoryError, or onnxruntime's own
             raise EngineError(
-                f"{self.info.file}: no memory for a cache of {capacity} slots ({_first_line(cause)}); "
-                "lower max_new_tokens or max_length"
+                f"{self.info.file}: no memory for {batch} x {capacity} slots ({_first_line(cause)}); "
+                "lower max_new_tokens, max_length or the number of requests at once"
             ) from cause
         return cache
 
     def run(
-        self, cache: KVCache, inputs: Mapping[str, IntArray | DeviceTensor], wanted: Sequence[str]
+        self,
+        cache: KVCache,
+        inputs: Mapping[str, HostArray | DeviceTensor],
+        wanted: Sequence[str],
+        lanes: range | None = None,
     ) -> list[DeviceTensor]:
         """See `engine.GraphRunner`."""
         session = self._open_session()
         if not isinstance(cache, OrtCache) or cache.runner is not self:
             raise ValueError("cache: was made by another runner")
+        lanes = range(cache.batch) if lanes is None else lanes
+        if not (lanes.step == 1 and 0 <= lanes.start < lanes.stop <= cache.batch):
+            raise ValueError(f"lanes: got {lanes}, expected neighbours among {cache.batch}")
         sizes = resolve_axes(
             self.info.io,
             {name: value.shape for name, value in inputs.items()},
-            {BATCH: cache.batch, CAPACITY: cache.capacity},
+            {BATCH: len(lanes), CAPACITY: cache.capacity},
         )
         if len(inputs) != len(self._inputs):
             raise ValueError(f"inputs: got {sorted(inputs)}, expected {sorted(self._inputs)}")
         if not wanted and not self._caches:
             return []  # nothing to fill and nothing to give: the simple family's draft keeps no context
         try:
+            binding, bound = self._binding(session, cache, lanes, tuple(wanted))
             for name, value in inputs.items():
                 if isinstance(value, np.ndarray):
                     tensor = self._buffer(cache, self._inputs[name], value.shape)
                     tensor.fill(value)
                 else:
                     tensor = cast("OrtTensor", value)
-                if cache.bound.get(name) is not tensor:
-                    cache.binding.bind_ortvalue_input(name, tensor.value)
-                    cache.bound[name] = tensor
+                self._bind(binding.bind_input, bound, name, tensor)
             outputs: list[DeviceTensor] = []
             for name in wanted:
                 info = self._outputs[name]
                 tensor = self._buffer(cache, info, _shape(info, sizes))
-                if cache.bound.get(name) is not tensor:
-                    cache.binding.bind_ortvalue_output(name, tensor.value)
-                    cache.bound[name] = tensor
+                self._bind(binding.bind_output, bound, name, tensor)
                 outputs.append(tensor)
-            session.run_with_iobinding(cache.binding)
+            session.run_with_iobinding(binding)
         except Exception as cause:  # onnxruntime's exceptions have no common base
             raise EngineError(f"{self.info.file}: the engine failed ({_first_line(cause)})") from cause
         return outputs
@@ -291,24 +356,46 @@ class OrtRunner:
             raise EngineError(f"{self.info.file}: the engine is closed; open the bundle again")
         return self._session
 
-    def _buffer(self, cache: OrtCache, info: TensorInfo, shape: tuple[int, ...]) -> OrtTensor:
-        key = (info.name, shape)
-        found = cache.buffers.get(key)
-        if found is None:
-            found = cache.buffers[key] = self._allocate(info, shape)
-        return found
+    def _binding(
+        self, session: Any, cache: OrtCache, lanes: range, wanted: tuple[str, ...]
+    ) -> tuple[Any, _Bound]:
+        """What ONNX Runtime is told for these lanes: the caches' memory from the first of them on.
 
-    def _allocate(self, info: TensorInfo, shape: tuple[int, ...]) -> OrtTensor:
-        """A tensor of zeros on the device."""
-        ort = _onnxruntime()
-        zeros = np.zeros(shape, _NUMPY[info.dtype])
-        if info.dtype is DType.BFLOAT16:
-            source = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, _ONNX_BFLOAT16)
-            value = ort.OrtValue.ortvalue_from_shape_and_type(shape, _ONNX_BFLOAT16, self._device, 0)
-            value.update_inplace(source)
-            return OrtTensor(value, shape, None)
-        value = ort.OrtValue.ortvalue_from_numpy(zeros, self._device, 0)
-        return OrtTensor(value, shape, zeros if self._device == "cpu" else None)
+        One for every set of outputs: an output that was wanted once stays bound to its memory, which may be
+        gone when it is not wanted again.
+        """
+        key = (lanes.start, lanes.stop, wanted)
+        found = cache.bindings.get(key)
+        if found is not None:
+            return found
+        binding = session.io_binding()
+        for info in self._caches:
+            tensor = cache.tensors[info.name]
+            lane_bytes = math.prod(tensor.shape[1:]) * info.dtype.bytes
+            place = (
+                self._device,
+                0,
+                _ONNX[info.dtype],
+                (len(lanes), *tensor.shape[1:]),
+                tensor.block.address + lanes.start * lane_bytes,
+            )
+            binding.bind_input(info.name, *place)
+            binding.bind_output(present(info.name), *place)  # in place
+        cache.bindings[key] = (binding, {})
+        return cache.bindings[key]
+
+    def _bind(self, bind: Any, bound: _Bound, name: str, tensor: OrtTensor) -> None:
+        place = (tensor.block.address, tensor.shape)
+        if bound.get(name) != place:
+            bind(name, self._device, 0, _ONNX[tensor.block.dtype], tensor.shape, tensor.block.address)
+            bound[name] = place
+
+    def _buffer(self, cache: OrtCache, info: TensorInfo, shape: tuple[int, ...]) -> OrtTensor:
+        elements = math.prod(shape)
+        block = cache.buffers.get(info.name)
+        if block is None or block.elements < elements:
+            block = cache.buffers[info.name] = _Block(info.dtype, elements, self._device)
+        return OrtTensor(block, shape)
 
 
 def _shape(info: TensorInfo, sizes: Mapping[str, int]) -> tuple[int, ...]:

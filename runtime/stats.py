@@ -32,10 +32,16 @@ class GenerationStats:
         rounds: passes of the target behind the prefill, plain steps included.
         acceptance_lengths: tokens each round added to the output, cut as the output is (z-lab's
             ``acceptance_lengths``): the token that prefill gives is not in it.
+        proposed: for each place of a block, how many proposals were verified there.
+        accepted: how many of these the target agreed with.
+        cached_tokens: tokens of the prompt that were in the cache already.
+        queue_ms: time between submission and the first pass; 0 without a service.
+        first_token_ms: time between submission, or the first read, and the first token.
         prefill_ms: engine calls for the prompt.
-        draft_ms: engine calls of the draft in the rounds.
+        draft_ms: engine calls of the draft in the rounds. A call for several requests counts whole for each.
         verify_ms: engine calls of the target in the rounds.
-        total_ms: all the time spent, without the time between two reads of the stream.
+        total_ms: all the time spent, without the time between two reads of the stream; in a service the time
+            from the first pass to the last.
         draft_failures: times the draft gave up; the request went on plain from there.
         draft_failure: why, as text.
         target_kv_length: committed slots of the target's cache at the end.
@@ -47,6 +53,11 @@ class GenerationStats:
     new_tokens: int
     rounds: int
     acceptance_lengths: tuple[int, ...]
+    proposed: tuple[int, ...]
+    accepted: tuple[int, ...]
+    cached_tokens: int
+    queue_ms: float
+    first_token_ms: float
     prefill_ms: float
     draft_ms: float
     verify_ms: float
@@ -60,6 +71,11 @@ class GenerationStats:
     def acceptance_length(self) -> float:
         """Mean tokens a round; 0 if there was no round."""
         return sum(self.acceptance_lengths) / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_by_position(self) -> tuple[float, ...]:
+        """For each place of a block, the share of its verified proposals that the target agreed with."""
+        return tuple(a / p for a, p in zip(self.accepted, self.proposed, strict=True))
 
     @property
     def decode_ms(self) -> float:
@@ -91,9 +107,25 @@ class Recorder:
     ms: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
     total_ms: float = 0.0
     acceptance_lengths: list[int] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
     new_tokens: int = 0
+    cached_tokens: int = 0
+    queue_ms: float = 0.0
+    first_token_ms: float = 0.0
     draft_failures: int = 0
     draft_failure: str | None = None
+
+    def round(self, proposed: int, accepted: int, length: int) -> None:
+        """Book a round: proposals verified, proposals the target agreed with, tokens produced."""
+        self.acceptance_lengths.append(length)
+        self.new_tokens += length
+        missing = proposed - len(self.proposed)
+        self.proposed += [0] * missing
+        self.accepted += [0] * missing
+        for place in range(proposed):
+            self.proposed[place] += 1
+            self.accepted[place] += place < accepted
 
     def stats(self, target_kv_length: int, draft_kv_length: int) -> GenerationStats:
         """Close the books."""
@@ -103,6 +135,11 @@ class Recorder:
             new_tokens=self.new_tokens,
             rounds=len(self.acceptance_lengths),
             acceptance_lengths=tuple(self.acceptance_lengths),
+            proposed=tuple(self.proposed),
+            accepted=tuple(self.accepted),
+            cached_tokens=self.cached_tokens,
+            queue_ms=self.queue_ms,
+            first_token_ms=self.first_token_ms,
             prefill_ms=self.ms[Phase.PREFILL],
             draft_ms=self.ms[Phase.DRAFT],
             verify_ms=self.ms[Phase.VERIFY],

@@ -32,6 +32,7 @@ Message = Mapping[str, Any]
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WINDOW_TOKENS = 8
+_REPLACEMENT = "\ufffd"
 
 
 class TextCodec:
@@ -224,6 +225,10 @@ class TextStream:
         """Take the next tokens; give the text that is now certain, possibly none."""
         raise NotImplementedError
 
+    def peek(self) -> str:
+        """Give what `close` would give now, if that is whole characters; ends nothing."""
+        raise NotImplementedError
+
     def close(self) -> str:
         """End the stream; give what was held back. A second call gives nothing."""
         raise NotImplementedError
@@ -236,6 +241,9 @@ class _ByteStream(TextStream):
 
     def push(self, ids: Sequence[int]) -> str:
         return self._decoder.decode(b"".join(map(self._codec._token_bytes, ids)))
+
+    def peek(self) -> str:
+        return ""  # whole characters are given at once
 
     def close(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -253,14 +261,23 @@ class _WindowStream(TextStream):
             return ""
         return self._flush()
 
+    def peek(self) -> str:
+        text = self._new_text()
+        return "" if _REPLACEMENT in text else text
+
     def close(self) -> str:
         return self._flush()
+
+    def _new_text(self) -> str:
+        if not self._pending:
+            return ""
+        seen = len(self._codec.decode(self._context))
+        return self._codec.decode(self._context + self._pending)[seen:]
 
     def _flush(self) -> str:
         if not self._pending:
             return ""
-        seen, window = len(self._codec.decode(self._context)), self._context + self._pending
-        text = self._codec.decode(window)[seen:]
+        text, window = self._new_text(), self._context + self._pending
         # A spoilt run of byte tokens goes on spoiling those behind it: its start has to stay in view.
         self._context = window if self._codec._ends_in_byte(window) else window[-_WINDOW_TOKENS:]
         self._pending = []

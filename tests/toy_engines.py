@@ -24,6 +24,7 @@ from dflash_deploy.bundle.manifest import (
     DraftInfo,
     GraphInfo,
     Manifest,
+    ProposalLaw,
     TargetInfo,
     TokenizerInfo,
 )
@@ -33,12 +34,14 @@ from dflash_deploy.bundle.tensors import (
     BLOCK_ROWS,
     CONTEXT_ROWS,
     DRAFT,
+    DRAFT_LOGITS,
     FEATURES,
     GREEDY_IDS,
     INPUT_IDS,
     KV,
     LOGIT_ROWS,
     LOGIT_SUMS,
+    LOGITS,
     PROPOSALS,
     ROWS,
     SLOTS,
@@ -73,6 +76,14 @@ def choice(tokens: Sequence[int], lone: bool = False) -> int:
     return (value + 1) % VOCAB if lone and value % 11 == 0 else value % VOCAB
 
 
+def logits_of(tokens: Sequence[int]) -> np.ndarray:
+    """Logits behind `tokens`, [VOCAB] float32; the greedy choice is the largest."""
+    value = hash_of(tokens)
+    logits = np.array([(value * (token + 3)) % 1009 for token in range(VOCAB)], np.float32) / 300.0
+    logits[choice(tokens)] = 4.0
+    return logits
+
+
 def greedy(prompt: Sequence[int], count: int) -> list[int]:
     """What plain decoding gives."""
     tokens = list(prompt)
@@ -100,7 +111,19 @@ def toy_manifest(
         max_length=max_length,
         slack_slots=block_size,
         target=TargetInfo("toy", 2, 4, VOCAB, VOCAB + 1, cache),
-        draft=DraftInfo("toy", "toy", 1, 1, block_size, first_proposal_row, MASK, (0,), cache, VOCAB),
+        draft=DraftInfo(
+            "toy",
+            "toy",
+            1,
+            1,
+            block_size,
+            first_proposal_row,
+            MASK,
+            (0,),
+            cache,
+            VOCAB,
+            proposal_law=ProposalLaw.ROWS,
+        ),
         stop_token_ids=stops,
         tokenizer=TokenizerInfo(),
         graphs=graphs,
@@ -119,12 +142,22 @@ class ToyTensor:
         return self.values
 
 
-@dataclass
+@dataclass(eq=False)
 class ToyCache:
+    """Tokens are the keys and values: [batch, capacity]."""
+
     runner: object
     capacity: int
+    batch: int
     tokens: np.ndarray
     given_out: list[ToyTensor] = field(default_factory=list)
+
+    def save(self, lane: int, slots: int) -> tuple[np.ndarray, ...]:
+        return (self.tokens[None, lane, :slots, None].copy(),)
+
+    def load(self, lane: int, saved: tuple[np.ndarray, ...]) -> None:
+        (part,) = saved
+        self.tokens[lane, : part.shape[1]] = part[0, :, 0]
 
     def spoil(self) -> None:
         for tensor in self.given_out:
@@ -137,40 +170,63 @@ class ToyRunner:
 
     def __init__(self, manifest: Manifest, graph: str):
         self.info = manifest.graphs[graph]
-        self.limits = ShapeLimits.from_manifest(manifest)
+        self.limits: ShapeLimits | None = None
+        self.limits_planned = ShapeLimits.from_manifest(manifest)
         self.effective: Mapping[str, object] = {"engine": "toy", "provider": "toy", "threads": 1}
         self.calls: list[dict[str, int]] = []
         self.caches = 0
         self.closed = False
 
     def new_cache(self, capacity: int, batch: int = 1) -> ToyCache:
-        assert batch == 1
-        assert 2 <= capacity <= self.limits.capacity
+        assert 2 <= capacity <= self.limits_planned.capacity
         self.caches += 1
-        return ToyCache(self, capacity, np.full(capacity, UNWRITTEN))
+        return ToyCache(self, capacity, batch, np.full((batch, capacity), UNWRITTEN))
 
-    def run(self, cache: Any, inputs: Mapping[str, Any], wanted: Sequence[str]) -> list[DeviceTensor]:
+    def run(
+        self, cache: Any, inputs: Mapping[str, Any], wanted: Sequence[str], lanes: range | None = None
+    ) -> list[DeviceTensor]:
         if self.closed:
             raise EngineError("closed")
         assert cache.runner is self
         cache.spoil()
-        sizes = resolve_axes(self.info.io, {n: v.shape for n, v in inputs.items()}, {"batch": 1})
+        lanes = range(cache.batch) if lanes is None else lanes
+        assert 0 <= lanes.start < lanes.stop <= cache.batch
+        sizes = resolve_axes(
+            self.info.io, {n: v.shape for n, v in inputs.items()}, {"batch": len(lanes), "capacity": 0}
+        )
         assert {i.name for i in self.info.io.inputs if "past_" not in i.name} == set(inputs)
         self.calls.append(sizes)
-        limits, rows = self.limits, sizes[ROWS if ROWS in sizes else CONTEXT_ROWS]
+        limits, rows = self.limits_planned, sizes[ROWS if ROWS in sizes else CONTEXT_ROWS]
         assert 1 <= rows <= limits.rows
         assert 1 <= sizes[KV] <= cache.capacity
         assert sizes.get(LOGIT_ROWS, 1) <= limits.logit_rows
-        start = int(inputs[START][0])
-        assert start + rows <= sizes[KV], "a row looks at slots that it was not given"
+        starts = inputs[START]
+        assert (starts >= 0).all()
+        assert (starts + rows <= sizes[KV]).all(), "a row looks at slots that it was not given"
         np.testing.assert_array_equal(inputs[SLOTS], np.arange(sizes[KV]))
         host = {n: (v if isinstance(v, np.ndarray) else v.to_host()).copy() for n, v in inputs.items()}
-        outputs = self.compute(cache, host, start, rows)
+        self.before(sizes)
+        several = len(lanes) > 1
+        parts = []
+        for row, lane in enumerate(lanes):
+            own = {n: v if n == SLOTS else v[row : row + 1] for n, v in host.items()}
+            parts.append(self.compute(cache.tokens[lane], own, int(starts[row]), rows, several))
+        outputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        self.after(outputs)
         given = [ToyTensor(outputs[name]) for name in wanted]
         cache.given_out += given
         return [*given]
 
-    def compute(self, cache: ToyCache, inputs: dict, start: int, rows: int) -> dict[str, np.ndarray]:
+    def before(self, sizes: dict[str, int]) -> None:
+        """Called with the sizes of every pass; may fail."""
+
+    def after(self, outputs: dict[str, np.ndarray]) -> None:
+        """Called with what every pass gives; may spoil it or fail."""
+
+    def compute(
+        self, tokens: np.ndarray, inputs: dict, start: int, rows: int, several: bool
+    ) -> dict[str, np.ndarray]:
+        """One lane's part of a pass: `tokens` [capacity] is its cache; `several` if it has company."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -178,26 +234,34 @@ class ToyRunner:
 
 
 class ToyTarget(ToyRunner):
-    def __init__(self, manifest: Manifest, fail_at: int | None = None):
+    def __init__(self, manifest: Manifest, fail_at: int | None = None, with_logits: bool = False):
         super().__init__(manifest, TARGET)
         self.fail_at = fail_at
+        self.with_logits = with_logits
 
-    def compute(self, cache: ToyCache, inputs: dict, start: int, rows: int) -> dict[str, np.ndarray]:
+    def before(self, sizes: dict[str, int]) -> None:
         if self.fail_at is not None and len(self.calls) > self.fail_at:
             raise EngineError("target broke")
+
+    def compute(
+        self, tokens: np.ndarray, inputs: dict, start: int, rows: int, several: bool
+    ) -> dict[str, np.ndarray]:
         ids, wanted = inputs[INPUT_IDS][0], inputs[WANTED_ROWS][0]
         assert (ids >= 0).all()
         assert (ids <= VOCAB).all()
         assert (wanted >= 0).all()
         assert (wanted < rows).all()
-        cache.tokens[start : start + rows] = ids
-        lone = rows == 1 or len(wanted) == 1
-        seen = [int(t) for t in cache.tokens[: start + rows]]
+        tokens[start : start + rows] = ids
+        lone = rows == 1 or (len(wanted) == 1 and not several)
+        seen = [int(t) for t in tokens[: start + rows]]
         chosen = [choice(seen[: start + row + 1], lone) for row in wanted]
         positions = np.arange(start, start + rows)
         return {
             GREEDY_IDS: np.array([chosen], np.int64),
-            FEATURES: np.stack([ids.astype(np.float64), positions], -1)[None],
+            LOGITS: np.stack([logits_of(seen[: start + row + 1]) for row in wanted])[None]
+            if self.with_logits
+            else np.zeros((1, len(wanted), 0), np.float32),
+            FEATURES: np.stack([ids.astype(np.float32), positions.astype(np.float32)], -1)[None],
         }
 
 
@@ -233,35 +297,46 @@ class ToyDraft(ToyRunner):
         manifest: Manifest,
         spoiler: Spoiler = never,
         fault: Callable[[int, dict[str, np.ndarray]], None] | None = None,
+        with_logits: bool = False,
     ):
         super().__init__(manifest, DRAFT)
+        self.with_logits = with_logits
         self.draft = manifest.draft
         self.spoiler = spoiler
         self.fault = fault
 
-    def compute(self, cache: ToyCache, inputs: dict, start: int, rows: int) -> dict[str, np.ndarray]:
+    def after(self, outputs: dict[str, np.ndarray]) -> None:
+        if self.fault is not None:
+            self.fault(len(self.calls), outputs)
+
+    def compute(
+        self, tokens: np.ndarray, inputs: dict, start: int, rows: int, several: bool
+    ) -> dict[str, np.ndarray]:
         anchor, block = int(inputs[ANCHOR][0]), inputs[BLOCK_IDS][0]
         block_rows, features = int(inputs[BLOCK_ROWS][0]), inputs[FEATURES][0]
-        assert start < anchor <= start + rows, "a round adds context, and all of it was computed"
+        if several:  # a lane may take no part: then no row is context
+            assert start <= anchor <= start + rows
+        else:
+            assert start < anchor <= start + rows, "a round adds context, and all of it was computed"
         assert 1 <= block_rows <= self.draft.block_size
         assert (block[1:] == MASK).all()
         # Rows at or behind the anchor are padding; the others stand where they belong.
         real = anchor - start
         np.testing.assert_array_equal(features[:real, 1], np.arange(start, anchor))
-        cache.tokens[start : start + rows] = features[:, 0]
-        sequence = [int(t) for t in cache.tokens[:anchor]] + [int(block[0])]
+        tokens[start : start + rows] = features[:, 0]
+        sequence = [int(t) for t in tokens[:anchor]] + [int(block[0])]
         ids = np.full((1, self.draft.proposals), -7, np.int64)  # behind the block: nothing
         sums = np.full((1, self.draft.proposals), np.nan)
+        logits = np.full((1, self.draft.proposals, VOCAB), np.nan, np.float32)
         for index in range(block_rows - self.draft.first_proposal_row):
+            if self.with_logits:
+                logits[0, index] = logits_of(sequence)
             token = choice(sequence)
             if self.spoiler(anchor + 1 + index, index):
                 token = (token + 1) % VOCAB
             ids[0, index], sums[0, index] = token, 1.0
             sequence.append(token)
-        outputs = {PROPOSALS: ids, LOGIT_SUMS: sums}
-        if self.fault is not None:
-            self.fault(len(self.calls), outputs)
-        return outputs
+        return {PROPOSALS: ids, LOGIT_SUMS: sums, DRAFT_LOGITS: logits}
 
 
 class ToyDecoder(Decoder):
@@ -283,10 +358,12 @@ def toy_decoder(
     stops: tuple[int, ...] = (),
     fail_at: int | None = None,
     codec: Any = None,
+    with_logits: bool = False,
 ) -> ToyDecoder:
     """A decoder over the toy pair."""
     manifest = toy_manifest(block_size, first_proposal_row, max_length, stops)
-    target, draft = ToyTarget(manifest, fail_at), ToyDraft(manifest, spoiler, fault)
+    target = ToyTarget(manifest, fail_at, with_logits)
+    draft = ToyDraft(manifest, spoiler, fault, with_logits)
     rows = manifest.draft.proposals + 1 if verify_rows is None else verify_rows
     return ToyDecoder(manifest, target, draft, codec, Settings(rows, exact, max_length))
 

@@ -83,8 +83,8 @@ def target_model(io: GraphIO, dtype: DType = DType.FLOAT32) -> onnx.ModelProto:
         node("Squeeze", ["mixed4", "c1"], ["mixed"]),
         node("Sub", ["mixed", "x"], ["difference"]),  # a token does not simply repeat itself
         node("Cast", ["difference"], ["features"], to=TensorProto.FLOAT),
-        node("Squeeze", ["wanted_rows", "c0"], ["wanted"]),
-        node("Gather", ["difference", "wanted"], ["picked"], axis=1),
+        node("Unsqueeze", ["wanted_rows", "cm1"], ["wanted"]),
+        node("GatherND", ["difference", "wanted"], ["picked"], batch_dims=1),  # [B, W, H]
         node("Transpose", ["embed"], ["head"], perm=[1, 0]),
         node("MatMul", ["picked", "head"], ["raw_logits"]),
         node("Cast", ["raw_logits"], ["logits"], to=TensorProto.FLOAT),

@@ -106,7 +106,7 @@ class Planned:
     def watch(self, graph, runner, profiles):
         compute = runner.compute
 
-        def checked(cache, inputs, start, rows):
+        def checked(*arguments):
             sizes = runner.calls[-1]
             axes = {a for ranges in profiles.values() for a in ranges}
             # An engine's cache has its full capacity, whatever the request needs.
@@ -114,7 +114,7 @@ class Planned:
                 profiles, {a: sizes[a] if a != CAPACITY else self.limits.capacity for a in axes}
             )
             self.asked.append((graph, name))
-            return compute(cache, inputs, start, rows)
+            return compute(*arguments)
 
         runner.compute = checked
 
@@ -141,7 +141,7 @@ def test_whatever_the_loop_asks_for_lies_in_a_profile(data, block, first, profil
     decoder = Decoder(
         manifest, watched.runners[TARGET], watched.runners[DRAFT], None, Settings(verify, exact, length)
     )
-    result = decoder.generate([hash_of([i]) % VOCAB for i in range(prompt)], new, mode, stop_token_ids=())
+    result = decoder.generate([hash_of([i]) % VOCAB for i in range(prompt)], new, mode=mode, stop_token_ids=())
     assert result.stats.draft_failures == 0, result.stats.draft_failure
     assert len(result.ids) == new
     assert len(watched.asked) == sum(len(runner.calls) for runner in watched.runners.values())
@@ -152,7 +152,7 @@ def test_each_phase_gets_its_own_profile():
     watched = Planned(manifest, [False, False, True], ProfileSet.PHASES, 400)
     decoder = Decoder(manifest, watched.runners[TARGET], watched.runners[DRAFT], None, Settings(8, True, 400))
     decoder.generate([3] * 30, 40, stop_token_ids=())
-    decoder.generate([3] * 30, 4, Mode.PLAIN, stop_token_ids=())
+    decoder.generate([3] * 30, 4, mode=Mode.PLAIN, stop_token_ids=())
     assert set(watched.asked) == {
         (TARGET, "plain"),
         (TARGET, "verify"),

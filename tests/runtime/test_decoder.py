@@ -54,7 +54,7 @@ def test_speculative_equals_plain_for_any_acceptance(prompt, count, seed, block_
         return hash_of([seed, position]) % 4 == 0
 
     decoder = toy_decoder(spoiler, None, block_size, first_row, verify_rows)
-    plain = decoder.generate(prompt, count, Mode.PLAIN)
+    plain = decoder.generate(prompt, count, mode=Mode.PLAIN)
     speculative = decoder.generate(prompt, count)
     assert list(plain.ids) == list(speculative.ids) == greedy(prompt, count)
     assert plain.finish_reason is speculative.finish_reason is FinishReason.LENGTH
@@ -81,11 +81,11 @@ def test_lone_rows_are_padded_only_when_exact():
     """A lone row may choose otherwise at a near tie: exact decoding has none."""
     exact, fast = toy_decoder(), toy_decoder(exact=False)
     expected = greedy(PROMPT, 120)
-    assert list(exact.generate(PROMPT, 120, Mode.PLAIN).ids) == expected
+    assert list(exact.generate(PROMPT, 120, mode=Mode.PLAIN).ids) == expected
     assert list(exact.generate(PROMPT, 120).ids) == expected
     assert min(call["rows"] for call in exact.toy_target.calls) == 2
     assert min(call["logit_rows"] for call in exact.toy_target.calls) == 2
-    differing = fast.generate(PROMPT, 120, Mode.PLAIN)
+    differing = fast.generate(PROMPT, 120, mode=Mode.PLAIN)
     assert list(differing.ids) != expected
     assert {call["rows"] for call in fast.toy_target.calls[1:]} == {1}
 
@@ -145,7 +145,7 @@ def test_stop_at_every_position(position, spoiler):
         assert result.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
         assert result.stats.target_kv_length == len(PROMPT) + len(streamed) - 1
         assert sum(result.stats.acceptance_lengths) == len(streamed) - 1
-        plain = decoder.generate(PROMPT, budget, Mode.PLAIN, stop_token_ids=[absent, full[position]])
+        plain = decoder.generate(PROMPT, budget, mode=Mode.PLAIN, stop_token_ids=[absent, full[position]])
         assert (plain.ids, plain.finish_reason) == (result.ids, result.finish_reason)
 
 
@@ -186,8 +186,8 @@ def watch_caches(monkeypatch, decoder):
     seen = []
     new_cache = decoder.toy_target.new_cache
 
-    def watched(capacity):
-        cache = new_cache(capacity)
+    def watched(capacity, batch=1):
+        cache = new_cache(capacity, batch)
         seen.append((weakref.ref(cache), capacity))
         return cache
 
@@ -298,8 +298,8 @@ def test_requests_in_turn_equal_fresh_ones():
     decoder = toy_decoder(sometimes)
     for prompt in SEQUENCE + SEQUENCE[::-1]:
         for mode in Mode:
-            fresh = toy_decoder(sometimes).generate(prompt, 30, mode)
-            got = decoder.generate(prompt, 30, mode)
+            fresh = toy_decoder(sometimes).generate(prompt, 30, mode=mode)
+            got = decoder.generate(prompt, 30, mode=mode)
             assert (got.ids, got.stats.acceptance_lengths) == (fresh.ids, fresh.stats.acceptance_lengths)
 
 
@@ -412,7 +412,7 @@ def test_bad_max_new_tokens(count):
 def test_a_mode_by_name_is_refused():
     name: Any = "plain"
     with pytest.raises(RequestError, match="mode: got 'plain', expected"):
-        toy_decoder().stream(PROMPT, 3, name)
+        toy_decoder().stream(PROMPT, 3, mode=name)
 
 
 def test_bad_stop_ids():
@@ -511,7 +511,7 @@ def test_figures():
     assert stats.total_ms == pytest.approx(stats.prefill_ms + stats.decode_ms)
     assert 0 < stats.other_share < 1
     assert stats.tokens_per_s == pytest.approx(39_000 / stats.decode_ms)
-    plain = decoder.generate(PROMPT, 40, Mode.PLAIN).stats
+    plain = decoder.generate(PROMPT, 40, mode=Mode.PLAIN).stats
     assert (plain.draft_ms, plain.draft_kv_length, plain.rounds, plain.acceptance_length) == (0, 0, 39, 1)
     one = decoder.generate(PROMPT, 1).stats
     assert (one.rounds, one.acceptance_length, one.tokens_per_s) == (0, 0, 0)

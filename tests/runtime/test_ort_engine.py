@@ -50,7 +50,7 @@ def test_speculative_equals_plain(tmp_path, dtype):
         accepted = 0
         for seed in range(12):
             prompt = np.random.default_rng(seed).integers(0, VOCAB, 1 + seed).tolist()
-            plain = decoder.generate(prompt, 50, Mode.PLAIN)
+            plain = decoder.generate(prompt, 50, mode=Mode.PLAIN)
             speculative = decoder.generate(prompt, 50)
             assert speculative.ids == plain.ids
             assert speculative.stats.draft_failures == 0
@@ -74,16 +74,17 @@ def test_chunked_rows_and_one_pass_give_the_same_bits(bundle, manifest_of):
 def test_caches_are_updated_in_place(bundle, manifest_of):
     runner = runner_from_onnx(bundle, manifest_of(bundle).graphs[TARGET], threads=1)
     cache = runner.new_cache(32)
-    before = {name: tensor.value.data_ptr() for name, tensor in cache.tensors.items()}
+    before = {name: tensor.block.address for name, tensor in cache.tensors.items()}
     assert list(before) == ["past_key.0", "past_value.0"]
     assert all(not tensor.to_host().any() for tensor in cache.tensors.values())
     runner.run(cache, target_inputs([5, 6], 3, 16), ["greedy_ids"])
     memory = cache.tensors["past_key.0"]
-    assert memory.value.data_ptr() == before["past_key.0"]
+    assert memory.block.address == before["past_key.0"]
     written = memory.to_host()[0, 0].any(-1)
     assert written.tolist() == [i in (3, 4) for i in range(32)]
     # What the session calls its output is that memory.
-    assert {value.data_ptr() for value in cache.binding.get_outputs()} >= set(before.values())
+    ((binding, _),) = cache.bindings.values()
+    assert {value.data_ptr() for value in binding.get_outputs()} >= set(before.values())
 
 
 def watch_caches(monkeypatch, decoder):
@@ -91,8 +92,8 @@ def watch_caches(monkeypatch, decoder):
     seen: list[ort_engine.OrtCache] = []
     new_cache = decoder._target.new_cache
 
-    def watched(capacity):
-        seen.append(new_cache(capacity))
+    def watched(capacity, batch=1):
+        seen.append(new_cache(capacity, batch))
         return seen[-1]
 
     monkeypatch.setattr(decoder._target, "new_cache", watched)
@@ -104,24 +105,32 @@ def test_features_reach_the_draft_without_a_copy(bundle, monkeypatch):
         caches = watch_caches(monkeypatch, decoder)
         run, seen = decoder._draft.run, []
 
-        def watched(cache, inputs, wanted):
+        def watched(cache, inputs, wanted, lanes=None):
             seen.append(inputs["features"])
-            outputs = run(cache, inputs, wanted)
-            assert cache.bound["features"] is inputs["features"]
+            outputs = run(cache, inputs, wanted, lanes)
+            bound = {places["features"][0] for _, places in cache.bindings.values()}
+            assert inputs["features"].block.address in bound
             return outputs
 
         monkeypatch.setattr(decoder._draft, "run", watched)
         decoder.generate(PROMPT, 20)
         assert seen
-        assert {id(tensor) for tensor in seen} <= {id(tensor) for tensor in caches[0].buffers.values()}
+        assert {tensor.block for tensor in seen} == {caches[0].buffers["features"]}
 
 
 def test_buffers_are_reused(bundle, monkeypatch):
     with Decoder.open(bundle, threads=1) as decoder:
         caches = watch_caches(monkeypatch, decoder)
         decoder.generate(PROMPT, 100)
-        # Prefill's six rows, rounds of four, three and two at the end, lengths looked at 64 and 124.
-        assert len(caches[0].buffers) <= 4 * 4 + 3
+        # One for each input and output that is no cache, as large as the largest pass: prefill's six rows.
+        assert {name: block.elements for name, block in caches[0].buffers.items()} == {
+            "input_ids": 6,
+            "start": 1,
+            "slots": 124,
+            "wanted_rows": 4,
+            "greedy_ids": 4,
+            "features": 6 * HIDDEN,
+        }
 
 
 def test_two_caches_of_one_runner_are_apart(bundle, manifest_of):
@@ -134,11 +143,68 @@ def test_two_caches_of_one_runner_are_apart(bundle, manifest_of):
     assert not np.array_equal(a.to_host(), b.to_host())
 
 
+def lane_inputs(ids, starts, kv):
+    """Inputs of a target pass: ids [lanes, rows], starts [lanes]."""
+    ids = np.array(ids, np.int64)
+    return {
+        "input_ids": ids,
+        "start": np.array(starts, np.int64),
+        "slots": np.arange(kv, dtype=np.int64),
+        "wanted_rows": np.tile(np.arange(ids.shape[1], dtype=np.int64), (ids.shape[0], 1)),
+    }
+
+
+def test_lanes_give_the_bits_of_single_requests(bundle, manifest_of):
+    """Ragged starts, neighbours only, and lanes that take no part keep their memory."""
+    runner = runner_from_onnx(bundle, manifest_of(bundle).graphs[TARGET], threads=1)
+    prompts = {1: [3, 4, 5, 6], 2: [9, 8], 3: [1, 2, 3, 4, 5, 6, 7, 8]}
+    together, expected = runner.new_cache(64, 5), {}
+    for lane, prompt in prompts.items():
+        alone = runner.new_cache(64)
+        runner.run(alone, target_inputs(prompt, 0, 16), ["greedy_ids"])
+        (logits,) = runner.run(alone, target_inputs([11, 12, lane], len(prompt), 16), ["logits"])
+        expected[lane] = logits.to_host().copy()
+        runner.run(together, lane_inputs([prompt], [0], 16), ["features"], range(lane, lane + 1))
+    inputs = lane_inputs([[11, 12, lane] for lane in prompts], [len(p) for p in prompts.values()], 16)
+    features, logits = runner.run(together, inputs, ["features", "logits"], range(1, 4))
+    assert (features.shape, logits.shape[:2]) == ((3, 3, HIDDEN), (3, 3))
+    for row, lane in enumerate(prompts):
+        np.testing.assert_array_equal(logits.to_host()[row], expected[lane][0])
+    for tensor in together.tensors.values():
+        assert not tensor.to_host()[[0, 4]].any()
+    for lanes in (range(4, 6), range(2, 2), range(0, 4, 2)):
+        with pytest.raises(ValueError, match="lanes: got"):
+            runner.run(together, inputs, ["logits"], lanes)
+
+
+def test_lanes_are_saved_and_loaded(bundle, manifest_of):
+    runner = runner_from_onnx(bundle, manifest_of(bundle).graphs[TARGET], threads=1)
+    cache, other = runner.new_cache(32, 2), runner.new_cache(48, 3)
+    runner.run(cache, target_inputs([3, 4, 5], 0, 16), ["greedy_ids"], range(1, 2))
+    (expected,) = runner.run(cache, target_inputs([7, 8], 3, 16), ["logits"], range(1, 2))
+    expected = expected.to_host().copy()
+    other.load(2, cache.save(1, 3))
+    (logits,) = runner.run(other, target_inputs([7, 8], 3, 16), ["logits"], range(2, 3))
+    np.testing.assert_array_equal(logits.to_host(), expected)
+
+
+def test_an_output_is_not_written_when_it_is_no_longer_wanted(bundle, manifest_of):
+    """Its memory may be gone by then: another range of lanes needed a larger one."""
+    runner = runner_from_onnx(bundle, manifest_of(bundle).graphs[TARGET], threads=1)
+    cache = runner.new_cache(32, 2)
+    (old,) = runner.run(cache, target_inputs([5, 6], 0, 16), ["logits"], range(1))
+    runner.run(cache, lane_inputs([[5, 6], [7, 8]], [0, 0], 16), ["logits"])
+    assert cache.buffers["logits"] is not old.block
+    old.to_host()[:] = 7.0
+    runner.run(cache, target_inputs([9, 9], 0, 16), ["greedy_ids"], range(1))
+    assert (old.to_host() == 7.0).all()
+
+
 def test_outputs_not_wanted_are_not_given(bundle, manifest_of):
     runner = runner_from_onnx(bundle, manifest_of(bundle).graphs[TARGET], threads=1)
     cache = runner.new_cache(32)
     assert len(runner.run(cache, target_inputs([5, 6], 0, 16), ["greedy_ids"])) == 1
-    assert not any(name == "logits" for name, _ in cache.buffers)
+    assert "logits" not in cache.buffers
     assert runner.run(cache, target_inputs([5, 6], 0, 16), []) == []
     features, greedy = runner.run(cache, target_inputs([5, 6], 0, 16), ["features", "greedy_ids"])
     assert (features.shape, greedy.shape) == ((1, 2, HIDDEN), (1, 2))
@@ -374,7 +440,7 @@ def test_a_cache_of_another_runner_is_a_bug(bundle, manifest_of):
 
 def test_no_memory(bundle, manifest_of):
     runner = runner_from_onnx(bundle, manifest_of(bundle).graphs[TARGET], threads=1)
-    with pytest.raises(EngineError, match=r"no memory for a cache of .* slots"):
+    with pytest.raises(EngineError, match=r"no memory for 1 x .* slots"):
         runner.new_cache(1 << 50)
 
 

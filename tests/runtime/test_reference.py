@@ -38,7 +38,7 @@ def check(decoder, case, tokens, with_plain):
         assert sum(kept) >= 12
     assert got.stats.other_share < 0.05
     if with_plain:
-        assert list(decoder.generate(prompt, tokens, Mode.PLAIN).ids) == expected
+        assert list(decoder.generate(prompt, tokens, mode=Mode.PLAIN).ids) == expected
 
 
 def first_difference(some, others):

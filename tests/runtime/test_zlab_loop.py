@@ -62,7 +62,7 @@ def test_tokens_and_acceptance_lengths(pair, monkeypatch):
     for prompt in map(random_prompt, range(4)):
         for count in (1, 2, 3, BLOCK, BLOCK + 1, 24):
             ids, expected = zlab(pair, monkeypatch, prompt, count, None)
-            plain = pair.decoder.generate(prompt, count, Mode.PLAIN, stop_token_ids=[])
+            plain = pair.decoder.generate(prompt, count, mode=Mode.PLAIN, stop_token_ids=[])
             got = pair.decoder.generate(prompt, count, stop_token_ids=[])
             assert list(got.ids) == list(plain.ids) == ids
             assert list(got.stats.acceptance_lengths) == expected

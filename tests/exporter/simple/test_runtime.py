@@ -29,7 +29,7 @@ def toy_decoder(toy_bundle):
 def test_equals_the_seed_programs_vanilla_baseline(seed_decoder, seed_program):
     for prompt, expected in zip(seed_program["greedy.prompts"], seed_program["greedy.outputs"], strict=True):
         for mode in Mode:
-            got = seed_decoder.generate(prompt.tolist(), len(expected), mode)
+            got = seed_decoder.generate(prompt.tolist(), len(expected), mode=mode)
             assert list(got.ids) == expected.tolist(), (mode, prompt)
             assert got.stats.draft_failures == 0
 
@@ -37,7 +37,7 @@ def test_equals_the_seed_programs_vanilla_baseline(seed_decoder, seed_program):
 def test_a_prompt_in_several_parts(seed_decoder):
     prompt = np.random.default_rng(0).integers(0, 1000, PREFILL_ROWS + 70).tolist()
     speculative = seed_decoder.generate(prompt, 12)
-    assert speculative.ids == seed_decoder.generate(prompt, 12, Mode.PLAIN).ids
+    assert speculative.ids == seed_decoder.generate(prompt, 12, mode=Mode.PLAIN).ids
     assert speculative.ids == seed_decoder.generate(prompt[-1:], 12).ids, "only the last token counts"
 
 
@@ -65,7 +65,7 @@ def test_speculative_equals_plain_with_a_draft_that_is_sometimes_right(toy_decod
                 assert list(got.ids) == chain(last, count)
                 assert got.stats.draft_failures == 0
                 lengths += got.stats.acceptance_lengths
-            plain = toy_decoder.generate(prompt, 11, Mode.PLAIN)
+            plain = toy_decoder.generate(prompt, 11, mode=Mode.PLAIN)
             assert got.ids == plain.ids
     assert {1, 2, BLOCK + 1} <= set(lengths), "none, some and all proposals were accepted"
 
@@ -99,7 +99,7 @@ def test_half_precision_runs(half_bundle, toy_bundle):
     with Decoder.open(half_bundle.path, threads=1, verify=Verify.SIZES) as decoder:
         for last in range(VOCAB):
             got = decoder.generate([last], 11)
-            assert got.ids == decoder.generate([last], 11, Mode.PLAIN).ids
+            assert got.ids == decoder.generate([last], 11, mode=Mode.PLAIN).ids
             assert got.stats.draft_failures == 0
 
 

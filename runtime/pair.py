@@ -1,0 +1,382 @@
+"""Target and draft over one set of weights and caches, with a lane for each request.
+
+A pass is computed for a range of neighbouring lanes. Lanes inside the range that take no part compute
+something that nobody looks at: it is written behind their committed slots, where the next pass of theirs
+writes first. So who is computed together with whom is a matter of speed alone.
+
+Shapes: N lanes of a pass, R rows, W rows whose logits are wanted, K slots looked at, F feature size, B block
+size, P proposals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+
+from ..bundle.errors import EngineError
+from ..bundle.limits import EXACT_ROWS, ShapeLimits
+from ..bundle.manifest import DraftInfo, Manifest
+from ..bundle.tensors import (
+    ANCHOR,
+    BLOCK_IDS,
+    BLOCK_ROWS,
+    CANDIDATES,
+    FEATURES,
+    GREEDY_IDS,
+    INPUT_IDS,
+    LOGIT_SUMS,
+    LOGITS,
+    PROPOSALS,
+    SLOTS,
+    START,
+    WANTED_ROWS,
+)
+from .engine import DeviceTensor, GraphRunner, HostArray, KVCache, SavedLane
+from .kv import CacheLength
+from .passes import Drafted, DraftFailure, DraftPass, TargetPass, TargetRows
+from .stats import Recorder
+
+
+@dataclass
+class _Features:
+    """Features of a lane's rows from position `start` on, still to be taken into the draft's context.
+
+    Attributes:
+        tensor: [N, R, F] where the target computed it, or [rows, F] in host memory.
+        lanes: the lanes of that pass; None in host memory.
+    """
+
+    start: int
+    tensor: DeviceTensor | HostArray
+    lanes: range | None
+
+
+class Lane:
+    """A request's place in the caches.
+
+    Attributes:
+        index: which lane.
+        recorder: told the times of the passes that this lane takes part in.
+        target: committed length of the target's cache.
+        draft: committed context length of the draft: positions whose features it has taken in.
+    """
+
+    def __init__(self, index: int, capacity: int):
+        self.index = index
+        self.recorder: Recorder | None = None
+        self.target = CacheLength(capacity)
+        self.draft = CacheLength(capacity)
+        self.features: list[_Features] = []
+
+    def reset(self) -> None:
+        """Forget everything; the memory is the `Pair`'s to clean."""
+        self.recorder = None
+        self.target = CacheLength(self.target.capacity)
+        self.draft = CacheLength(self.draft.capacity)
+        self.features = []
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A lane's content, outside of it.
+
+    Attributes:
+        target: committed slots of the target's cache.
+        draft: committed slots of the draft's.
+        target_length: how many these are.
+        draft_length: how many these are.
+    """
+
+    target: SavedLane = field(repr=False)
+    draft: SavedLane = field(repr=False)
+    target_length: int
+    draft_length: int
+
+    @property
+    def bytes(self) -> int:
+        """Host memory it takes."""
+        return sum(part.nbytes for part in (*self.target, *self.draft))
+
+
+class Pair:
+    """Both models, with caches for some requests. One thread at a time."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        target: GraphRunner,
+        draft: GraphRunner | None,
+        capacity: int,
+        lanes: int = 1,
+        exact: bool = True,
+    ):
+        """Allocate the caches.
+
+        Args:
+            manifest: the bundle's.
+            target: its target.
+            draft: its draft; None if no request drafts.
+            capacity: slots of each lane.
+            lanes: most requests at once.
+            exact: see `Settings.exact`.
+
+        Raises:
+            EngineError: there is no memory for the caches.
+        """
+        self._info: DraftInfo = manifest.draft
+        self._vocab_size = manifest.target.vocab_size
+        self._target, self._draft = target, draft
+        self._target_cache = target.new_cache(capacity, lanes)
+        self._draft_cache = None if draft is None else draft.new_cache(capacity, lanes)
+        self._exact = exact
+        self._slots = np.arange(capacity, dtype=np.int64)
+        self._highest: dict[int, int] = {}  # slots of each lane that were ever written to
+        self.lanes = [Lane(index, capacity) for index in range(lanes)]
+
+    # Passes.
+
+    def run_target(self, work: Sequence[tuple[Lane, TargetPass]]) -> list[TargetRows]:
+        """Run one pass of the target.
+
+        Args:
+            work: at least one lane, each once. Every lane in their range must have room for the longest of
+                the passes.
+
+        Returns:
+            What each asked for, in order.
+
+        Raises:
+            EngineError: see `GraphRunner.run`. The content of all lanes in the range is undefined.
+        """
+        lanes = self._range(work)
+        for lane in self.lanes:
+            self._keep_features(lane)  # the memory that they are in is about to be written to
+        rows = max(len(asked.ids) for _, asked in work)
+        logit_rows = max(asked.logit_rows for _, asked in work)
+        if self._exact:
+            rows = max(rows, EXACT_ROWS)
+            logit_rows = max(logit_rows, -(-EXACT_ROWS // len(lanes)))
+        input_ids = np.zeros((len(lanes), rows), np.int64)
+        wanted_rows = np.zeros((len(lanes), logit_rows), np.int64)
+        for lane, asked in work:
+            ids, row = asked.ids, lane.index - lanes.start
+            input_ids[row, : len(ids)] = ids
+            input_ids[row, len(ids) :] = ids[-1]
+            wanted_rows[row, : asked.logit_rows] = np.arange(len(ids) - asked.logit_rows, len(ids))
+            wanted_rows[row, asked.logit_rows :] = len(ids) - 1
+        within = [self.lanes[index] for index in lanes]
+        inputs: dict[str, HostArray | DeviceTensor] = {
+            INPUT_IDS: input_ids,
+            START: np.array([lane.target.committed for lane in within], np.int64),
+            SLOTS: self._slots[: max(lane.target.kv_for(rows) for lane in within)],
+            WANTED_ROWS: wanted_rows,
+        }
+        self._touch(within, [lane.target.committed + rows for lane in within])
+        with_features = any(asked.features for _, asked in work)
+        wanted = [GREEDY_IDS]
+        if any(asked.logits for _, asked in work):
+            wanted.append(LOGITS)
+        if with_features:
+            wanted.append(FEATURES)
+        began = perf_counter()
+        outputs = dict(zip(wanted, self._target.run(self._target_cache, inputs, wanted, lanes), strict=True))
+        greedy = outputs[GREEDY_IDS].to_host()
+        logits = outputs[LOGITS].to_host() if LOGITS in outputs else None
+        took_ms = (perf_counter() - began) * 1000.0
+        given = []
+        for lane, asked in work:
+            row = lane.index - lanes.start
+            if lane.recorder is not None:
+                lane.recorder.ms[asked.phase] += took_ms
+            if asked.features:
+                lane.features.append(_Features(lane.target.committed, outputs[FEATURES], lanes))
+            lane.target.write(len(asked.ids))
+            given.append(
+                TargetRows(
+                    greedy[row, : asked.logit_rows].tolist(),
+                    logits[row, : asked.logit_rows] if asked.logits and logits is not None else None,
+                )
+            )
+        return given
+
+    def run_draft(self, work: Sequence[tuple[Lane, DraftPass]]) -> list[Drafted | DraftFailure]:
+        """Run one pass of the draft; the context of each lane ends at its committed length afterwards.
+
+        Args:
+            work: at least one lane, each once.
+
+        Returns:
+            What each asked for, in order, or why there is none.
+        """
+        assert self._draft is not None and self._draft_cache is not None
+        lanes, features = self._take_features(work)
+        within = [self.lanes[index] for index in lanes]
+        context_rows = features.shape[1]
+        starts = np.array([lane.draft.committed for lane in within], np.int64)
+        anchors = starts.copy()  # of who takes no part: then no row is context
+        block_ids = np.full((len(lanes), self._info.block_size), self._info.mask_token_id, np.int64)
+        block_rows = np.ones(len(lanes), np.int64)
+        for lane, asked in work:
+            row = lane.index - lanes.start
+            anchors[row] = lane.target.committed
+            if asked.count:
+                block_ids[row, 0] = asked.anchor
+                block_rows[row] = self._info.first_proposal_row + asked.count
+        inputs: dict[str, HostArray | DeviceTensor] = {
+            FEATURES: features,
+            START: starts,
+            ANCHOR: anchors,
+            BLOCK_IDS: block_ids,
+            BLOCK_ROWS: block_rows,
+            SLOTS: self._slots[: max(lane.draft.kv_for(context_rows) for lane in within)],
+        }
+        self._touch(within, [lane.draft.committed + context_rows for lane in within])
+        wanted = list(dict.fromkeys(name for _, asked in work for name in asked.wanted))
+        began = perf_counter()
+        failure = None
+        outputs: dict[str, HostArray] = {}
+        try:
+            given = self._draft.run(self._draft_cache, inputs, wanted, lanes)
+            outputs = {name: tensor.to_host() for name, tensor in zip(wanted, given, strict=True)}
+        except EngineError as cause:
+            failure = DraftFailure(str(cause))
+        took_ms = (perf_counter() - began) * 1000.0
+        results: list[Drafted | DraftFailure] = []
+        for lane, asked in work:
+            row = lane.index - lanes.start
+            if lane.recorder is not None:
+                lane.recorder.ms[asked.phase] += took_ms
+            if failure is not None:
+                results.append(failure)
+                continue
+            lane.draft.write(context_rows)
+            lane.draft.commit(lane.target.committed - lane.draft.committed)
+            results.append(self._checked({name: outputs[name][row, : asked.count] for name in asked.wanted}))
+        return results
+
+    # Lanes.
+
+    def save(self, lane: Lane) -> Saved:
+        """Copy what is committed in a lane."""
+        target, draft = lane.target.committed, lane.draft.committed
+        return Saved(
+            self._target_cache.save(lane.index, target),
+            () if self._draft_cache is None else self._draft_cache.save(lane.index, draft),
+            target,
+            draft,
+        )
+
+    def load(self, lane: Lane, saved: Saved, tokens: int) -> None:
+        """Put the first `tokens` tokens of what was saved into a lane that was reset."""
+
+        def first(parts: SavedLane, length: int) -> SavedLane:
+            return tuple(part[:, :length] for part in parts)
+
+        target, draft = min(saved.target_length, tokens), min(saved.draft_length, tokens)
+        self._touch([lane], [max(target, draft)])
+        self._target_cache.load(lane.index, first(saved.target, target))
+        if self._draft_cache is not None:
+            self._draft_cache.load(lane.index, first(saved.draft, draft))
+        lane.target.write(target)
+        lane.target.commit(target)
+        lane.draft.write(draft)
+        lane.draft.commit(draft)
+
+    def swap(self, lane: Lane, free: Lane) -> None:
+        """Let a lane and a free one change places; the request keeps its `Lane`, with another index."""
+        self._keep_features(lane)
+        written = lane.target.written, lane.draft.written
+        for cache, length in zip(self._caches(), written, strict=False):
+            cache.load(free.index, cache.save(lane.index, length))
+        self._touch([free], [max(written)])
+        self._zero(lane)
+        lane.index, free.index = free.index, lane.index
+        self.lanes[lane.index], self.lanes[free.index] = lane, free
+
+    def free(self, lane: Lane) -> None:
+        """Make a lane as new; its slots become zero, for a NaN in them would spoil who comes next."""
+        self._zero(lane)
+        lane.reset()
+
+    # Inside.
+
+    def _caches(self) -> list[KVCache]:
+        return [cache for cache in (self._target_cache, self._draft_cache) if cache is not None]
+
+    def _touch(self, lanes: Sequence[Lane], slots: Sequence[int]) -> None:
+        for lane, highest in zip(lanes, slots, strict=True):
+            self._highest[lane.index] = max(self._highest.get(lane.index, 0), highest)
+
+    def _zero(self, lane: Lane) -> None:
+        slots = self._highest.pop(lane.index, 0)
+        for cache in self._caches():
+            kept = cache.save(lane.index, slots)
+            cache.load(lane.index, tuple(np.zeros_like(part) for part in kept))
+
+    def _range(self, work: Sequence[tuple[Lane, TargetPass | DraftPass]]) -> range:
+        indexes = [lane.index for lane, _ in work]
+        return range(min(indexes), max(indexes) + 1)
+
+    def _keep_features(self, lane: Lane) -> None:
+        """Copy features of committed rows out of memory that the next pass overwrites."""
+        for features in lane.features:
+            if features.lanes is not None:
+                rows = lane.target.committed - features.start
+                whole = features.tensor.to_host()  # type: ignore[union-attr]
+                features.tensor = whole[lane.index - features.lanes.start, :rows].copy()
+                features.lanes = None
+
+    def _take_features(
+        self, work: Sequence[tuple[Lane, DraftPass]]
+    ) -> tuple[range, HostArray | DeviceTensor]:
+        """Features of each lane from the end of the draft's context to the committed length, [N, R, F].
+
+        After a pass of the target over the same lanes they are where that pass left them, and are not moved.
+        """
+        first = work[0][0].features
+        lanes = first[0].lanes if first else None
+        if lanes is not None and all(
+            len(lane.features) == 1
+            and lane.features[0].tensor is first[0].tensor
+            and lane.features[0].start == lane.draft.committed
+            for lane, _ in work
+        ):
+            tensor: HostArray | DeviceTensor = first[0].tensor
+        else:
+            lanes = self._range(work)
+            parts = []
+            for lane, _ in work:
+                self._keep_features(lane)
+                if not lane.features or lane.features[0].start != lane.draft.committed:
+                    raise ValueError(
+                        f"lane {lane.index}: draft context ends at {lane.draft.committed}, the target's "
+                        f"features start at {[part.start for part in lane.features]}"
+                    )
+                parts.append(np.concatenate([part.tensor for part in lane.features]))
+            size = max(len(part) for part in parts)
+            tensor = np.zeros((len(lanes), size, parts[0].shape[1]), parts[0].dtype)
+            for (lane, _), part in zip(work, parts, strict=True):
+                tensor[lane.index - lanes.start, : len(part)] = part
+        for lane, _ in work:
+            lane.features = []
+        return lanes, tensor
+
+    def _checked(self, drafted: Drafted) -> Drafted | DraftFailure:
+        sums = drafted.get(LOGIT_SUMS)
+        if sums is not None and not np.isfinite(sums).all():
+            return DraftFailure(f"logits of proposal {int(np.isfinite(sums).argmin()) + 1} are not finite")
+        for name in (PROPOSALS, CANDIDATES):
+            ids = drafted.get(name)
+            if ids is not None and ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
+                return DraftFailure(
+                    f"{name} {ids.ravel().tolist()[:8]} are not all tokens, 0 <= id < {self._vocab_size}"
+                )
+        return drafted
+
+
+def prefill_rows(limits: ShapeLimits | None, default: int) -> int:
+    """Most rows of a prompt in one pass."""
+    return default if limits is None else min(default, limits.rows)

@@ -1,0 +1,282 @@
+"""Many requests over one pair: their passes are computed together, a round of all of them a cycle.
+
+A cycle is: the draft for all that ask for it; prefill for those that just came; the verify pass of all. A
+request joins and leaves between cycles. Requests that run have the first lanes, so that a pass computes
+nothing else. Knows nothing of threads, queues or time limits: see `service`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+
+from ..bundle.errors import DflashError, EngineError
+from ..bundle.manifest import DraftInfo
+from .accept import FinishReason
+from .loop import Ask, Job, Loop, Reply, Step, request_loop
+from .pair import Lane, Pair, Saved
+from .passes import DraftPass, TargetPass
+from .policy import RowPolicy
+from .stats import GenerationStats, Phase
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Who a request belongs to. Called between passes, by the thread that runs the cycle."""
+
+    def step(self, step: Step) -> None:
+        """The request has more tokens."""
+
+    def end(self, finish: FinishReason, stats: GenerationStats, kept: Saved | None) -> None:
+        """The request ended; `kept` is what its lane held, if it was to be kept."""
+
+    def fail(self, error: Exception, stats: GenerationStats) -> None:
+        """The request ended in an error."""
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that has a lane.
+
+    Attributes:
+        job: what runs.
+        sink: who is told.
+        keep: keep what the lane holds when the request ends.
+        began: when it got its lane, `perf_counter`.
+        asked: the pass that it waits for; None when it has ended.
+        served: the cycle in which a part of its prompt was computed last.
+    """
+
+    job: Job
+    sink: Sink
+    keep: bool
+    lane: Lane
+    loop: Loop
+    began: float = field(default_factory=perf_counter)
+    asked: Ask | None = None
+    served: int = 0
+
+    def stats(self) -> GenerationStats:
+        """Figures so far."""
+        self.job.recorder.total_ms = (perf_counter() - self.began) * 1000.0
+        return self.job.recorder.stats(self.lane.target.committed, self.lane.draft.committed)
+
+
+class Scheduler:
+    """Runs requests over a pair. One thread at a time."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        info: DraftInfo,
+        prefill_rows: int,
+        cycle_prefill_rows: int,
+        policy: RowPolicy,
+        rows: int,
+    ):
+        """Begin with no request.
+
+        Args:
+            pair: the models and lanes.
+            info: the draft's part of the manifest.
+            prefill_rows: most rows of a prompt in one pass.
+            cycle_prefill_rows: most rows of prompts in one cycle, while other requests wait for their round.
+            policy: rows to verify where the output does not depend on it.
+            rows: rows to verify where it does: a draw depends on what was proposed, so that a request with a
+                temperature gives the same for the same seed only if its rows do not depend on others.
+        """
+        self._pair = pair
+        self._info = info
+        self._prefill_rows = prefill_rows
+        self._cycle_prefill_rows = cycle_prefill_rows
+        self._policy = policy
+        self._rows = rows
+        self._cycles = 0
+        self.running: list[Running] = []  # by lane: they have the first ones
+
+    @property
+    def free_lanes(self) -> int:
+        """How many requests may be admitted now."""
+        return len(self._pair.lanes) - len(self.running)
+
+    def admit(
+        self, job: Job, sink: Sink, keep: bool = False, saved: Saved | None = None, tokens: int = 0
+    ) -> Running:
+        """Give a request a lane; its prompt is computed from the next cycle on.
+
+        Args:
+            job: the request.
+            sink: who is told.
+            keep: keep what the lane holds at the end, for the next request that begins with the same tokens.
+            saved: what was kept of an earlier one.
+            tokens: how many of the first tokens of `saved` are those of the prompt; not all of the prompt.
+        """
+        lane = self._pair.lanes[len(self.running)]
+        lane.recorder = job.recorder
+        if saved is not None and tokens:
+            # The draft takes the target's features in order: both begin at the same token.
+            tokens = min(tokens, saved.target_length, saved.draft_length if job.speculative else tokens)
+            self._pair.load(lane, saved, tokens)
+            job.recorder.cached_tokens = tokens
+        fixed = self._rows
+
+        def rows_now() -> int:
+            return self._policy.rows(len(self.running)) if job.rows_are_free else fixed
+
+        loop = request_loop(job, lane, self._info, self._prefill_rows, rows_now)
+        running = Running(job, sink, keep, lane, loop)
+        self.running.append(running)
+        self._send(running, None)
+        return running
+
+    def stop(self, running: Running, finish: FinishReason) -> None:
+        """End a request now. Harmless if it has ended."""
+        if running.asked is not None:
+            running.loop.close()
+            self._end(running, finish)
+
+    def abandon(self, running: Running, error: Exception) -> None:
+        """End a request in an error. Harmless if it has ended."""
+        if running.asked is not None:
+            self._fail(running, error)
+
+    def cycle(self) -> None:
+        """Run one round of every request. Errors end requests, not the cycle."""
+        self._cycles += 1
+        self._draft(self._asking(lambda asked: isinstance(asked, DraftPass)))
+        self._prefill()
+        self._verify()
+        self.settle()
+
+    # Stages.
+
+    def _asking(self, wanted: Callable[[Ask], bool]) -> list[Running]:
+        return [r for r in self.running if r.asked is not None and wanted(r.asked)]
+
+    def _draft(self, some: Sequence[Running]) -> None:
+        work = [(r.lane, r.asked) for r in some if isinstance(r.asked, DraftPass)]
+        if not work:
+            return
+        began = perf_counter()
+        replies = self._pair.run_draft(work)
+        if any(asked.phase is Phase.DRAFT for _, asked in work):
+            self._policy.drafted(len(work), (perf_counter() - began) * 1000.0)
+        for running, reply in zip(some, replies, strict=True):
+            self._send(running, reply)
+
+    def _prefill(self) -> None:
+        others = bool(self._asking(_is_verify))
+        left = self._cycle_prefill_rows
+        for group in sorted(self._prefill_groups(), key=lambda group: group[0].served):
+            if others and left <= 0:
+                return
+            for running in group:
+                running.served = self._cycles
+            left -= sum(len(r.asked.ids) for r in group if isinstance(r.asked, TargetPass))
+            self._target(group)
+            # Their features are still where the target left them.
+            self._draft([r for r in group if isinstance(r.asked, DraftPass)])
+
+    def _prefill_groups(self) -> list[list[Running]]:
+        """Requests in neighbouring lanes whose next parts are about equally long, and have room for it."""
+        groups: list[list[Running]] = []
+        for running in self._asking(_is_prefill):
+            rows = _rows(running)
+            last = groups[-1][-1] if groups else None
+            if last is not None and last.lane.index + 1 == running.lane.index:
+                both = [_rows(r) for r in groups[-1]] + [rows]
+                room = min(r.lane.target.capacity - r.lane.target.committed for r in [*groups[-1], running])
+                if max(both) * len(both) <= _MAX_PADDING * sum(both) and max(both) <= room:
+                    groups[-1].append(running)
+                    continue
+            groups.append([running])
+        return groups
+
+    def _verify(self) -> None:
+        some = self._asking(_is_verify)
+        if not some:
+            return
+        rows = max(_rows(running) for running in some)
+        asked = {running: _rows(running) - 1 for running in some}
+        before = {running: sum(running.job.recorder.accepted) for running in some}
+        began = perf_counter()
+        if self._target(some):
+            self._policy.verified(len(some), rows, (perf_counter() - began) * 1000.0)
+            for running, proposed in asked.items():
+                self._policy.accepted(proposed, sum(running.job.recorder.accepted) - before[running])
+
+    def _target(self, some: Sequence[Running]) -> bool:
+        """Run a pass of the target and send what it gave; whether it did not fail."""
+        work = [(r.lane, r.asked) for r in some if isinstance(r.asked, TargetPass)]
+        try:
+            replies = self._pair.run_target(work)
+        except EngineError as error:
+            first, last = min(lane.index for lane, _ in work), max(lane.index for lane, _ in work)
+            for running in self.running[first : last + 1]:
+                if running.asked is not None:
+                    self._fail(running, error)
+            return False
+        for running, reply in zip(some, replies, strict=True):
+            self._send(running, reply)
+        return True
+
+    # Requests.
+
+    def _send(self, running: Running, reply: Reply) -> None:
+        """Go on with a request until it asks for a pass, or ends."""
+        try:
+            asked = running.loop.send(reply)
+            while isinstance(asked, Step):
+                running.sink.step(asked)
+                if asked.finish is not None:
+                    self._end(running, asked.finish)
+                    return
+                asked = running.loop.send(None)
+            running.asked = asked
+        except DflashError as error:
+            self._fail(running, error)
+        except Exception as error:  # a bug; others go on
+            logger.exception("a request failed")
+            self._fail(running, error)
+
+    def _end(self, running: Running, finish: FinishReason) -> None:
+        running.asked = None
+        stats = running.stats()
+        kept = self._pair.save(running.lane) if running.keep else None
+        running.sink.end(finish, stats, kept)
+
+    def _fail(self, running: Running, error: Exception) -> None:
+        running.asked = None
+        running.loop.close()
+        running.sink.fail(error, running.stats())
+
+    def settle(self) -> None:
+        """Free the lanes of requests that ended, and let those that run have the first ones."""
+        ended = [running for running in self.running if running.asked is None]
+        self.running = [running for running in self.running if running.asked is not None]
+        for running in ended:
+            self._pair.free(running.lane)
+        holes = [r.lane for r in ended if r.lane.index < len(self.running)]
+        for running in self.running:
+            if running.lane.index >= len(self.running):
+                self._pair.swap(running.lane, holes.pop())
+        self.running.sort(key=lambda running: running.lane.index)
+
+
+_MAX_PADDING = 1.5
+
+
+def _is_prefill(asked: Ask) -> bool:
+    return isinstance(asked, TargetPass) and asked.phase is Phase.PREFILL
+
+
+def _is_verify(asked: Ask) -> bool:
+    return isinstance(asked, TargetPass) and asked.phase is Phase.VERIFY
+
+
+def _rows(running: Running) -> int:
+    return len(running.asked.ids) if isinstance(running.asked, TargetPass) else 0
