@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 _FILE_COLUMNS = 120
+_TELLING_ROUNDS = 8  # so many without an accepted proposal are no chance
 _DTYPES = ("float32", "float16", "bfloat16")
 _BACKENDS = ("tensorrt-rtx", "tensorrt")
 _RUN_BACKENDS = ("onnxruntime", *_BACKENDS)
@@ -124,6 +127,15 @@ _verify_rows = click.option(
 )
 
 
+_perplexity = click.option(
+    "--max-perplexity-ratio",
+    type=click.FloatRange(min=1.0),
+    default=1.02,
+    show_default=True,
+    help="Refuse int8 weights that make the target's perplexity more than so many times larger.",
+)
+
+
 @cli.command("export")
 @click.option("--target", required=True, metavar="PATH|ID", help="Target: folder, .gguf file, or hub id.")
 @click.option("--draft", required=True, metavar="PATH|ID", help="Draft: folder, or hub id.")
@@ -132,9 +144,22 @@ _verify_rows = click.option(
 @click.option(
     "--max-length", type=int, metavar="N", help="Longest sequence in tokens [default: the target's]."
 )
+@click.option(
+    "--quantize",
+    type=click.Choice(["int8"]),
+    help="Round the weights of a float32 export; see `dflash quantize`.",
+)
+@_perplexity
 @click.option("--dry-run", is_flag=True, help="Print sizes and what would be refused; write nothing.")
 def export_command(
-    target: str, draft: str, output: Path, dtype: str, max_length: int | None, dry_run: bool
+    target: str,
+    draft: str,
+    output: Path,
+    dtype: str,
+    max_length: int | None,
+    quantize: str | None,
+    max_perplexity_ratio: float,
+    dry_run: bool,
 ) -> None:
     """Turn a target and its draft into a bundle."""
     from .bundle.tensors import DType
@@ -145,11 +170,46 @@ def export_command(
         forecast = forecast_export(target, draft, output, DType(dtype), max_length, _progress())
         click.echo("\n".join(forecast.lines()))
         return
+    if quantize is not None:
+        from .exporter.quantize.bundle import export_quantized
+
+        if dtype != "float32":
+            raise click.UsageError(f"--quantize {quantize} rounds float32 weights; leave --dtype {dtype} out")
+        manifest = export_quantized(target, draft, output, max_length, max_perplexity_ratio, _progress())
+        _print_quality(output, manifest)
+        return
     from .exporter.export import export_bundle
 
     manifest = export_bundle(target, draft, output, DType(dtype), max_length, _progress())
     size = sum(info.bytes for info in manifest.files.values())
     click.echo(f"{output}: {len(manifest.graphs)} graphs, {len(manifest.files)} files, {size / 1e6:.1f} MB")
+
+
+@cli.command("quantize")
+@_bundle
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="Directory of the new bundle.")
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path),
+    help="Text to calibrate and check with [default: one that comes with the package].",
+)
+@_perplexity
+def quantize_command(bundle: Path, output: Path, text: Path | None, max_perplexity_ratio: float) -> None:
+    """Turn a float32 bundle into one with int8 weights, for ONNX Runtime on the CPU."""
+    from .exporter.quantize.bundle import quantize_bundle
+
+    words = None if text is None else _text(text)
+    manifest = quantize_bundle(bundle, output, words, max_perplexity_ratio, _progress())
+    _print_quality(output, manifest)
+
+
+def _print_quality(output: Path, manifest: Any) -> None:
+    found = manifest.quantization
+    size = sum(info.bytes for info in manifest.files.values())
+    click.echo(
+        f"{output}: {size / 1e6:.1f} MB, perplexity {found.perplexity_ratio:.4f} x that of float32, "
+        f"the same greedy choice in {found.greedy_agreement:.1%} of {found.tokens} places"
+    )
 
 
 @cli.command("parity")
@@ -259,7 +319,12 @@ def build_engine_command(
 
 @cli.command("generate")
 @_bundle
-@click.argument("prompt")
+@click.argument("prompt", required=False)
+@click.option(
+    "--ids",
+    metavar="N,N,...",
+    help="The prompt as token ids, taken as they are; the answer is ids too. Needs no tokenizer.",
+)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, metavar="N")
 @_backend
 @_provider
@@ -270,9 +335,27 @@ def build_engine_command(
     "--chat/--no-chat", default=None, help="Use the chat template [default: if the bundle has one]."
 )
 @click.option("--system", metavar="TEXT", help="System message of the chat.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@click.option(
+    "--min-new-tokens", type=int, default=0, metavar="N", help="Choose no end token before so many."
+)
+@click.option("--temperature", type=float, metavar="X", help="[default: 0, the most probable token]")
+@click.option(
+    "--top-k",
+    type=int,
+    metavar="N",
+    help="Draw from the N best tokens only; like all draws, at a temperature above 0.",
+)
+@click.option("--top-p", type=float, metavar="X", help="Draw from the best that together reach X only.")
+@click.option("--min-p", type=float, metavar="X", help="Draw from those at least X times the best one only.")
+@click.option("--repetition-penalty", type=float, metavar="X", help="Above 1 discourages what was there.")
+@click.option("--presence-penalty", type=float, metavar="X", help="Subtracted if it is in the answer.")
+@click.option("--frequency-penalty", type=float, metavar="X", help="Subtracted for each time it is.")
+@click.option("--seed", type=int, metavar="N", help="The same seed draws the same answer.")
 def generate_command(
     bundle: Path,
-    prompt: str,
+    prompt: str | None,
+    ids: str | None,
     max_new_tokens: int,
     backend: str,
     provider: str,
@@ -281,12 +364,20 @@ def generate_command(
     plain: bool,
     chat: bool | None,
     system: str | None,
+    stop: tuple[str, ...],
+    min_new_tokens: int,
+    **sampling: Any,
 ) -> None:
     """Answer a prompt.
 
     The text goes to standard output as it comes, a summary to standard error.
     """
+    if (prompt is None) == (ids is None):
+        raise click.UsageError("give a PROMPT, or its token ids with --ids")
+    if ids is not None and chat:
+        raise click.UsageError("--chat: token ids are taken as they are; leave one of the two out")
     from .runtime.decoder import Decoder
+    from .runtime.sampling import Sampling
     from .runtime.stats import Mode
 
     with Decoder.open(
@@ -295,17 +386,65 @@ def generate_command(
         if chat is None:
             chat = decoder.codec is not None and decoder.codec.has_chat_template
         stream = decoder.stream(
-            prompt,
+            _token_ids(ids) if ids is not None else prompt or "",
             max_new_tokens,
+            min_new_tokens=min_new_tokens,
             mode=Mode.PLAIN if plain else Mode.SPECULATIVE,
             chat=chat,
             system=system,
+            stop=stop,
+            sampling=Sampling(**{name: value for name, value in sampling.items() if value is not None}),
         )
-        for chunk in stream:
-            click.echo(chunk.text, nl=False)
-            sys.stdout.flush()
-        click.echo()
+        with _warnings_afterwards():
+            for number, chunk in enumerate(stream):
+                added = "," * (number > 0) + ",".join(map(str, chunk.ids)) if ids is not None else chunk.text
+                click.echo(added, nl=False)
+                sys.stdout.flush()
         click.echo(_summary(stream.result), err=True)
+        stats = stream.result.stats
+        if stats.draft_ms and not stats.draft_failure:
+            _remark_on_draft(stats.rounds, stats.acceptance_length)
+
+
+def _remark_on_draft(rounds: int, acceptance_length: float) -> None:
+    """Say so if a draft is of no use: its text is right all the same, so nothing else would show it."""
+    if rounds >= _TELLING_ROUNDS and acceptance_length <= 1.0:
+        click.echo(
+            f"dflash: no proposal of the draft was accepted in {rounds} rounds; `dflash parity BUNDLE` says "
+            "whether the bundle computes what the original draft does, `dflash inspect DRAFT --target "
+            "TARGET` whether the two belong together",
+            err=True,
+        )
+
+
+def _token_ids(text: str) -> list[int]:
+    from .bundle.errors import RequestError
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as cause:
+        raise RequestError(f"--ids: got {text!r}, expected numbers with commas between them") from cause
+
+
+@contextmanager
+def _warnings_afterwards() -> Iterator[None]:
+    """End the line of a streamed text, and keep warnings of the library until then: not inside the text."""
+    held: list[str] = []
+
+    class Holder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            held.append(record.getMessage())
+
+    handler = Holder(logging.WARNING)
+    logger = logging.getLogger(__package__)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        click.echo()
+        for message in held:
+            click.echo(f"dflash: {message}", err=True)
 
 
 def _summary(result: Any) -> str:
@@ -358,6 +497,8 @@ def bench_command(
         backend=backend,
     )
     _console().print(bench_table(report))
+    if not report["draft_failures"]:
+        _remark_on_draft(report["rounds"], report["acceptance_length"])
     if json_file is not None:
         _write_json(json_file, report)
 
@@ -367,9 +508,14 @@ def bench_command(
 @click.option("--target", metavar="PATH|ID", help="Say whether this target and the draft SOURCE fit.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect_command(source: str, target: str | None, as_json: bool) -> None:
-    """Say what it is, and what would go wrong with it."""
+    """Say what it is, and what would go wrong with it.
+
+    The exit code is 2 for a checkpoint that cannot be exported, and for a target that does not fit.
+    """
+    from .bundle.errors import UserError
     from .bundle.manifest import MANIFEST
 
+    unfit = False
     if (Path(source) / MANIFEST).is_file():
         from .runtime.inspect_bundle import describe_bundle, description_lines
 
@@ -380,12 +526,15 @@ def inspect_command(source: str, target: str | None, as_json: bool) -> None:
         found = describe_bundle(Path(source))
         lines = description_lines(found)
     else:
-        from .exporter.inspect import inspect_checkpoint
+        from .exporter.inspect import inspect_checkpoint, stands_in_the_way
         from .exporter.inspect_lines import inspection_lines
 
         found = inspect_checkpoint(source, target)
         lines = inspection_lines(found)
+        unfit = stands_in_the_way(found)
     click.echo(json.dumps(found, indent=2, ensure_ascii=False) if as_json else "\n".join(lines))
+    if unfit:
+        sys.exit(UserError.exit_code)
 
 
 @cli.command("doctor")
@@ -440,6 +589,16 @@ def _prompts(file: Path | None) -> Sequence[str]:
     if not prompts:
         raise RequestError(f"prompts: {str(file)!r} holds none, expected one a line")
     return prompts
+
+
+def _text(file: Path) -> str:
+    """Read a whole file as text."""
+    from .bundle.errors import RequestError
+
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise RequestError(f"text: {str(file)!r} cannot be read ({cause})") from cause
 
 
 def _check_place(file: Path | None) -> None:

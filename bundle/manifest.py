@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from .errors import BundleError, field_error
 from .files import atomic_file, safe_path, sha256_from_file
 from .limits import ShapeLimits
 from .records import record_from_dict, record_to_json
-from .tensors import DRAFT, TARGET, CacheShape, DType, GraphIO, draft_io, target_io
+from .tensors import DRAFT, MOST_SLOTS, TARGET, CacheShape, DType, GraphIO, draft_io, target_io
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -115,6 +116,27 @@ class DraftInfo:
 
 
 @dataclass(frozen=True)
+class QuantizationInfo:
+    """How weights were rounded, and what that did to the target over a text.
+
+    Attributes:
+        scheme: in words.
+        perplexity: of the float32 target.
+        perplexity_ratio: of the quantised target, over it.
+        greedy_agreement: share of places where both choose the same token.
+        tokens: how many there were.
+        ids_sha256: of the text's token ids, as little-endian int64; calibrated and checked with in turn.
+    """
+
+    scheme: str
+    perplexity: float
+    perplexity_ratio: float
+    greedy_agreement: float
+    tokens: int
+    ids_sha256: str
+
+
+@dataclass(frozen=True)
 class TokenizerInfo:
     """Text side. Paths are inside the bundle; `special` holds the template's named tokens as text."""
 
@@ -207,6 +229,7 @@ class Manifest:
     exported_with: dict[str, str]
     files: dict[str, FileInfo]
     engines: dict[str, EngineInfo] = field(default_factory=dict)
+    quantization: QuantizationInfo | None = None
 
     def check(self) -> None:
         """Check what a hand-edited manifest could break.
@@ -220,14 +243,9 @@ class Manifest:
                 raise field_error(BundleError, f"{MANIFEST}: {what}", got, expected)
 
         draft, target = self.draft, self.target
-        need(self.max_length >= 2, "max_length", self.max_length, ">= 2")
+        longest = MOST_SLOTS - self.slack_slots
+        need(2 <= self.max_length <= longest, "max_length", self.max_length, f"2 <= length <= {longest}")
         need(draft.proposals >= 1, "draft.block_size", draft.block_size, ">= 1 row that proposes")
-        need(
-            self.slack_slots >= draft.block_size,
-            "slack_slots",
-            self.slack_slots,
-            f">= block_size ({draft.block_size})",
-        )
         need(
             0 <= draft.mask_token_id < target.embedding_rows,
             "draft.mask_token_id",
@@ -264,6 +282,12 @@ class Manifest:
         for name in (TARGET, DRAFT):
             need(name in self.graphs, "graphs", sorted(self.graphs), f"a graph named {name!r}")
         self._check_graphs(need)
+        need(
+            draft.block_size <= self.slack_slots <= 2 * draft.block_size,
+            "slack_slots",
+            self.slack_slots,
+            f"{draft.block_size} to {2 * draft.block_size}, one or two blocks",
+        )
         for name, engine in self.engines.items():
             need(
                 engine.graph in self.graphs,
@@ -277,6 +301,14 @@ class Manifest:
         needed += [e.file for e in self.engines.values()]
         for path in needed:
             need(path in self.files, "files", path, "every file the manifest uses, with size and hash")
+        stored = sum(self.files[path].bytes for path in self.graphs[TARGET].weights)
+        most = 2 * stored // target.hidden_size  # rows of four bits a number, the least that any scheme has
+        need(
+            not stored or target.embedding_rows <= most,
+            "target.embedding_rows",
+            target.embedding_rows,
+            f"<= {most}, as many as the target's weight files have room for",
+        )
 
     def _check_graphs(self, need: Callable[[bool, str, object, str], None]) -> None:
         """Compare what the manifest says of both models with the interfaces of their graphs."""
@@ -333,11 +365,8 @@ def manifest_alone(directory: Path) -> Manifest:
         raise BundleError(
             f"bundle: no {MANIFEST} in {str(directory)!r}, expected a directory made by `dflash export`"
         )
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as cause:
-        raise BundleError(f"{MANIFEST}: not readable as JSON ({cause}); export again") from cause
-    version = data.get("schema_version") if isinstance(data, dict) else None
+    data = _json_from_file(path)
+    version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise field_error(
             BundleError,
@@ -349,6 +378,28 @@ def manifest_alone(directory: Path) -> Manifest:
     manifest = record_from_dict(Manifest, data, MANIFEST)
     manifest.check()
     return manifest
+
+
+def _json_from_file(path: Path) -> dict[str, Any]:
+    try:
+        content = path.read_bytes()
+    except OSError as cause:
+        raise BundleError(f"{MANIFEST}: cannot be read ({cause.strerror}); check its permissions") from cause
+    if not content.strip(b"\0 \t\r\n"):
+        raise BundleError(f"{MANIFEST}: is empty; copy the bundle again or export again")
+    try:
+        data = json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as cause:
+        raise BundleError(
+            f"{MANIFEST}: is no text in UTF-8; copy the bundle again or export again"
+        ) from cause
+    except (ValueError, RecursionError) as cause:
+        raise BundleError(
+            f"{MANIFEST}: is no whole JSON ({cause}); copy the bundle again or export again"
+        ) from cause
+    if not isinstance(data, dict):
+        raise field_error(BundleError, MANIFEST, type(data).__name__, "an object", "export again")
+    return data
 
 
 def check_files(

@@ -51,6 +51,10 @@ def runners_from_bundle(
         from .ort_engine import check_provider, runner_from_onnx
 
         check_provider(provider, manifest.dtype)  # before any weight is read
+        if manifest.quantization is not None and provider != "cpu":
+            raise ProviderError(
+                f"provider {provider}: int8 bundles are made for the CPU; use the float32 or float16 bundle"
+            )
 
         def load(graph: str) -> GraphRunner:
             return runner_from_onnx(directory, manifest.graphs[graph], provider, threads)

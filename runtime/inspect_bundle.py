@@ -33,6 +33,7 @@ def describe_bundle(directory: Path, verify: Verify = Verify.HASHES) -> dict[str
         "name": manifest.name,
         "precision": manifest.dtype.value,
         "float32_parts": list(manifest.float32_parts),
+        "quantization": None if manifest.quantization is None else vars(manifest.quantization),
         "max_length": manifest.max_length,
         "target": {
             "family": target.family,
@@ -96,6 +97,7 @@ def description_lines(found: dict[str, Any]) -> list[str]:
     rows = [
         ("bundle", found["name"]),
         ("precision", found["precision"] + _apart(found["float32_parts"])),
+        *_rounding(found["quantization"]),
         ("longest", f"{found['max_length']} tokens"),
         ("target", f"{target['family']}, {target['layers']} layers, hidden {target['hidden_size']}"),
         ("vocabulary", f"{target['vocab_size']} ids, {target['embedding_rows']} embedding rows"),
@@ -133,6 +135,16 @@ def description_lines(found: dict[str, Any]) -> list[str]:
 
 def _apart(float32_parts: list[str]) -> str:
     return f", {', '.join(float32_parts)} in float32" if float32_parts else ""
+
+
+def _rounding(quantization: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if quantization is None:
+        return []
+    quality = (
+        f"perplexity {quantization['perplexity_ratio']:.4f} x that of float32, the same greedy choice in "
+        f"{quantization['greedy_agreement']:.1%} of {quantization['tokens']} places"
+    )
+    return [("weights", quantization["scheme"]), ("quality", quality)]
 
 
 def _engine(engine: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...bundle.engines import engine_name
-from ...bundle.errors import RequestError, field_error
+from ...bundle.errors import ProviderError, RequestError, field_error
 from ...bundle.files import safe_path
 from ...bundle.limits import ShapeLimits
 from ...bundle.manifest import Manifest
@@ -118,6 +118,11 @@ def plan_engines(
         BundleError: a graph cannot be read.
     """
     chosen = backend_from_name(backend)
+    if manifest.quantization is not None:
+        raise ProviderError(
+            f"backend {backend}: runs no int8 bundles, which are made of ONNX Runtime's own operators; build "
+            "from the float32 or float16 bundle of the pair"
+        )
     generations = check_generations(chosen, compute_capabilities)
     options.check(chosen)
     limits = options.limits(manifest)

@@ -1,0 +1,1 @@
+"""From a float32 bundle to one with integer weights."""

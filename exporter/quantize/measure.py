@@ -1,0 +1,78 @@
+"""What a target computes over a text: sizes of channels, and how probable the text is to it.
+
+Shapes: S tokens of a window, K channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...bundle import tensors as t
+from ...bundle.manifest import Manifest
+from ..parity.graphs import TargetGraph
+from .linear import Array
+
+WINDOW = 128
+"""Tokens of the text that are seen together."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """How a target reads a text.
+
+    Attributes:
+        surprise: [tokens], minus the log-probability of each token behind the ones before it.
+        choices: [tokens], the most probable token in each place.
+    """
+
+    surprise: NDArray[np.float64]
+    choices: NDArray[np.int64]
+
+
+def windows(ids: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """Cut a text into windows, in turn for calibration and for the check."""
+    cut = [list(ids[begin : begin + WINDOW]) for begin in range(0, len(ids), WINDOW)]
+    cut = [window for window in cut if len(window) >= WINDOW // 2]
+    return cut[0::2], cut[1::2]
+
+
+def channel_sizes(
+    bundle: Path, manifest: Manifest, values: Sequence[str], texts: Sequence[Sequence[int]]
+) -> dict[str, Array]:
+    """Largest absolute value of each channel of inner values of the target graph, [K] each.
+
+    Args:
+        bundle: the directory.
+        manifest: its manifest.
+        values: names of values [rows, K].
+        texts: token ids.
+    """
+    info = replace(manifest.graphs[t.TARGET], stages=tuple(values))
+    graph = TargetGraph(bundle, replace(manifest, graphs={**manifest.graphs, t.TARGET: info}))
+    sizes: dict[str, Array] = {}
+    for text in texts:
+        graph.reset(len(text))
+        got = graph.run(np.array([text]), 0, wanted=values)
+        for name, rows in got.items():
+            largest = np.abs(rows).reshape(-1, rows.shape[-1]).max(axis=0)
+            sizes[name] = np.maximum(sizes.get(name, largest), largest)
+    return sizes
+
+
+def score(bundle: Path, manifest: Manifest, texts: Sequence[Sequence[int]]) -> Scored:
+    """Let a bundle's target read texts, each by itself."""
+    graph = TargetGraph(bundle, manifest)
+    surprise, choices = [], []
+    for text in texts:
+        graph.reset(len(text))
+        logits = graph.run(np.array([text]), 0, wanted=[t.LOGITS])[t.LOGITS][0, :-1].astype(np.float64)
+        logits -= logits.max(axis=-1, keepdims=True)
+        logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        surprise.append(-logits[np.arange(len(text) - 1), text[1:]])
+        choices.append(logits.argmax(axis=-1))
+    return Scored(np.concatenate(surprise), np.concatenate(choices))
