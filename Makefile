@@ -18,10 +18,12 @@ test: lint
 test-slow: lint
 	$(BIN)/python -m pytest -m "not gpu"
 
-# make test-gpu PART=kernel runs benchmarks/gpu_kernel.py; needs a CUDA device. RECORD=docs/runs/NAME.json keeps
-# what docs/verified.md is made from.
+# Needs a CUDA device. PART=kernel runs benchmarks/gpu_kernel.py alone, PART=engines benchmarks/gpu_engines.py.
+# RECORD=docs/runs/NAME.json keeps what docs/verified.md is made from, of one part.
 test-gpu: $(STAMP)
-	$(BIN)/python benchmarks/gpu_$(or $(PART),kernel).py $(if $(RECORD),--record $(RECORD))
+	$(if $(and $(RECORD),$(if $(PART),,no part)),$(error RECORD: say PART=kernel or PART=engines, too))
+	$(foreach part,$(or $(PART),kernel engines),\
+		$(BIN)/python benchmarks/gpu_$(part).py $(if $(RECORD),--record $(RECORD)) &&) true
 
 # The repository is the package: mypy finds it under its name through a link.
 lint: $(STAMP)

@@ -123,7 +123,7 @@ _verify_rows = click.option(
     "--verify-rows",
     type=click.IntRange(min=2),
     metavar="N",
-    help="Rows the target verifies in a round, the anchor and the first N - 1 proposals [default: all]",
+    help="Rows the target verifies in a round, the anchor included [default: chosen in each round]",
 )
 
 

@@ -1,10 +1,12 @@
 """What an export costs at real size: memory, seconds, bytes.
 
-    python benchmarks/export_memory.py --shape qwen3-4b --folder /some/disk
+    python benchmarks/export_memory.py --shape qwen3-8b --dtype float16 --folder /some/disk
 
-Makes a checkpoint of random weights (bfloat16, in shards as models are published) and a small draft that
-fits it, copies them, exports them, and deletes all of it. Needs three times the checkpoint's size on the
-disk. Reading starts from the disk each time, as far as the kernel lets a process ask for that.
+Makes a checkpoint of random weights (bfloat16, in shards as models are published) and a DFlash draft of five
+layers for it, copies them, exports them, and deletes all of it. With --run it also lets the bundle decode a
+few tokens on the CPU. Reading starts from the disk each time, as far as the kernel lets a process ask for
+that, and what is written counts when it has reached the disk, for the copy and for the export. With --plan
+it also prints what `dflash build-engine --dry-run` says.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ import numpy as np
 
 SHARD_BYTES = 5 * 10**9
 CHUNK_BYTES = 1 << 24
-COPIES = 3  # the checkpoint, and a bundle in float32; the plain copy is deleted before
-TAPS = (1, 5)
 BLOCK = 16
+DRAFT_LAYERS = 5
+PROMPT = list(range(100, 132))
 
 
 @dataclass(frozen=True)
@@ -118,22 +120,30 @@ def make_target(folder: Path, shape: Shape) -> int:
     return write_checkpoint(folder, settings, target_tensors(shape))
 
 
+def taps(shape: Shape) -> list[int]:
+    """As z-lab spreads them: from the second layer to the third before the end."""
+    return [1 + round(i * (shape.layers - 4) / (DRAFT_LAYERS - 1)) for i in range(DRAFT_LAYERS)]
+
+
+def draft_tensors(shape: Shape) -> Tensors:
+    h = shape.hidden
+    tensors: Tensors = {"fc.weight": (h, DRAFT_LAYERS * h), "hidden_norm.weight": (h,), "norm.weight": (h,)}
+    return tensors | decoder_tensors(shape, DRAFT_LAYERS, shape.intermediate)
+
+
 def make_draft(folder: Path, shape: Shape) -> int:
-    """A z-lab draft of one thin layer."""
-    h, intermediate = shape.hidden, 512
-    tensors: Tensors = {"fc.weight": (h, len(TAPS) * h), "hidden_norm.weight": (h,), "norm.weight": (h,)}
-    tensors |= decoder_tensors(shape, 1, intermediate)
+    """A z-lab draft with layers like the target's."""
     settings = config(
         shape,
         architectures=["DFlashDraftModel"],
-        intermediate_size=intermediate,
-        num_hidden_layers=1,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=DRAFT_LAYERS,
         num_target_layers=shape.layers,
         block_size=BLOCK,
-        layer_types=["full_attention"],
-        dflash_config={"mask_token_id": 151_669, "target_layer_ids": list(TAPS)},
+        layer_types=["full_attention"] * DRAFT_LAYERS,
+        dflash_config={"mask_token_id": 151_669, "target_layer_ids": taps(shape)},
     )
-    return write_checkpoint(folder, settings, tensors)
+    return write_checkpoint(folder, settings, draft_tensors(shape))
 
 
 def write_checkpoint(folder: Path, settings: dict[str, Any], tensors: Tensors) -> int:
@@ -208,20 +218,41 @@ def copied_in(sources: list[Path], output: Path) -> float:
         for path in source.iterdir():
             with open(path, "rb") as one, open(output / f"{source.name}-{path.name}", "wb") as other:
                 shutil.copyfileobj(one, other, 1 << 22)
+    settle(output)
     return time.perf_counter() - start
 
 
-def exported_in(target: Path, draft: Path, output: Path, dtype: str) -> tuple[float, int]:
-    """Seconds and peak memory in bytes of `dflash export`, start of Python included."""
-    forget(target, draft)
-    command = [sys.executable, "-m", "dflash_deploy", "export", "--dtype", dtype, "--output", str(output)]
+def settle(folder: Path) -> None:
+    """Wait until the files are on the disk."""
+    for path in folder.rglob("*"):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def measured(*command: str) -> tuple[float, float, int]:
+    """Seconds, seconds of CPU, and peak memory in bytes of a Python command, start of Python included."""
     start = time.perf_counter()
-    process = subprocess.Popen([*command, "--target", str(target), "--draft", str(draft)])
+    process = subprocess.Popen([sys.executable, *command])
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"the export ended with exit code {process.returncode}")
-    return time.perf_counter() - start, usage.ru_maxrss * 1024
+        raise SystemExit(f"{command[:3]} ended with exit code {process.returncode}")
+    return time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+
+
+def exported_in(target: Path, draft: Path, output: Path, dtype: str) -> tuple[float, float, int]:
+    """Seconds, seconds of CPU, and peak memory of `dflash export`."""
+    forget(target, draft)
+    sources = ["--target", str(target), "--draft", str(draft)]
+    start = time.perf_counter()
+    _, cpu_s, peak = measured(
+        "-m", "dflash_deploy", "export", "--dtype", dtype, "--output", str(output), *sources
+    )
+    settle(output)
+    return time.perf_counter() - start, cpu_s, peak
 
 
 def check(bundle: Path) -> None:
@@ -231,38 +262,66 @@ def check(bundle: Path) -> None:
     onnx.checker.check_model(str(bundle / "target.onnx"))
 
 
+def decode(bundle: Path) -> None:
+    """Decode a few tokens both ways; runs in a process of its own."""
+    from dflash_deploy.runtime.decoder import Decoder
+    from dflash_deploy.runtime.stats import Mode
+
+    with Decoder.open(bundle, provider="cpu") as decoder:
+        ids = [decoder.generate(PROMPT, max_new_tokens=4, mode=mode).ids for mode in Mode]
+    print(f"decoded {ids}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
+    parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--folder", type=Path, help="on the disk to use [default: the temporary one]")
+    parser.add_argument("--plan", action="store_true", help="say what building an RTX engine would need")
+    parser.add_argument("--run", action="store_true", help="decode a few tokens on the CPU too")
+    parser.add_argument("--decode", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.decode is not None:
+        decode(arguments.decode)
+        return
     shape = SHAPES[arguments.shape]
+    growth = 2 if arguments.dtype == "float32" else 1
     with tempfile.TemporaryDirectory(prefix="dflash-export-", dir=arguments.folder) as name:
         folder = Path(name)
         target, draft, bundle, copy = (folder / part for part in ("target", "draft", "bundle", "copy"))
         copy.mkdir()
-        need = COPIES * sum(map(size_bytes, target_tensors(shape).values()))
+        # The checkpoint, then a copy of it, which is deleted before the bundle is written.
+        need = (1.05 + growth) * sum(map(size_bytes, (target_tensors(shape) | draft_tensors(shape)).values()))
         free = shutil.disk_usage(folder).free
         if need > free:
             raise SystemExit(f"needs {need / 1e9:.0f} GB, {free / 1e9:.0f} GB are free")
         unique = make_target(target, shape) + make_draft(draft, shape)
         copy_s = copied_in([target, draft], copy)
         shutil.rmtree(copy)
-        export_s, peak = exported_in(target, draft, bundle, arguments.dtype)
+        export_s, cpu_s, peak = exported_in(target, draft, bundle, arguments.dtype)
+        shutil.rmtree(target)
         check(bundle)
         size = sum(path.stat().st_size for path in bundle.rglob("*"))
-    at_dtype = unique * (2 if arguments.dtype == "float32" else 1)
+        if arguments.plan:
+            measured(
+                "-m", "dflash_deploy", "build-engine", str(bundle), "--backend=tensorrt-rtx", "--dry-run"
+            )
+        decoded = {}
+        if arguments.run:
+            seconds, _, run_peak = measured(__file__, "--decode", str(bundle))
+            decoded = {"run_s": round(seconds, 1), "run_peak_memory_gb": round(run_peak / 1e9, 2)}
     report = {
         "shape": arguments.shape,
         "dtype": arguments.dtype,
         "parameters_billion": round(unique / 2e9, 3),
-        "checkpoint_gb": round(unique / 1e9, 2),
+        "checkpoints_gb": round(unique / 1e9, 2),
         "peak_memory_gb": round(peak / 1e9, 3),
         "export_s": round(export_s, 1),
+        "export_cpu_s": round(cpu_s, 1),
         "copy_s": round(copy_s, 1),
         "export_over_copy": round(export_s / copy_s, 2),
-        "bundle_over_parameters": round(size / at_dtype, 4),
+        "bundle_over_parameters": round(size / (growth * unique), 4),
+        **decoded,
     }
     print(json.dumps(report))
 

@@ -8,7 +8,9 @@ a pass with it, and neither knows more about shapes than what stands here and in
     target   verify    anchor and proposals, fewer at the end of the budget; logits of all
     target   prefill   a part of the prompt, the first one over an empty cache; logits of the last row
     draft    round     context rows of one verify pass, and a block
-    draft    prefill   context rows of one part of the prompt, and a block
+    draft    prefill   context rows of one part of the prompt, or of some plain rounds, and a block
+
+Several requests are one pass: its rows are those of the longest, on each axis.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ LOGIT_ROWS = "logit_rows"
 KV = "kv"
 CAPACITY = "capacity"
 CONTEXT_ROWS = "context_rows"
+MOST_SLOTS = 1 << 24  # the largest size of any of them that graphs are made for
 
 # Inputs.
 INPUT_IDS = "input_ids"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import math
 import shutil
 import threading
@@ -13,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
-import torch
 
 from ..bundle import tensors as t
 from ..bundle.errors import OutputError, field_error
@@ -34,9 +34,10 @@ from .modules.ops import IR_VERSION, OPSET
 from .plan import DRAFT_PREFIX, TARGET_PREFIX, GraphPlan, Pair, Side
 from .progress import NullProgress, Progress
 from .tokenizer import tokenizer_to_bundle
-from .trace import graph_from_module
+from .trace import graph_from_module, parameters_from_module
 from .weights import WEIGHT_FILE, Placed, WeightPlan, WeightWriter
 
+_LOG = logging.getLogger(__name__)
 _EXPORTED_WITH = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "safetensors", "gguf")
 
 
@@ -66,6 +67,8 @@ def export_bundle(
     with progress.stage("read configs"):
         pair = pair_from_sources(target, draft)
         length = checked_length(pair, max_length)
+    for warning in pair.warnings:
+        _LOG.warning("%s", warning)
     pair.check_weights(progress)
     with atomic_directory(Path(output)) as work, _provenance_beside(pair) as provenance:
         _check_space(pair, dtype, work)
@@ -74,6 +77,8 @@ def export_bundle(
         with WeightWriter(work) as writer:
             for plan in bundle.graphs:
                 graphs[plan.name] = graph_to_bundle(plan, pair, work, writer, progress)
+            with progress.stage("write weights", writer.bytes):
+                writer.finish(progress.advance)
         with progress.stage("write tokenizer"):
             tokenizer = tokenizer_to_bundle(pair.target.checkpoint, work)
         with progress.stage("hash files"):
@@ -123,7 +128,7 @@ def graph_to_bundle(
     """Trace one graph and write it to `directory`, where `writer` writes the weights it names.
 
     Raises:
-        CheckpointError: a weight is damaged, or does not fit the dtype.
+        CheckpointError: a weight that was added before is damaged, or does not fit the dtype.
     """
     model, named = graph_with_weights(plan, pair, writer, progress)
     file = f"{plan.name}.onnx"
@@ -141,51 +146,39 @@ def graph_to_bundle(
 def graph_with_weights(
     plan: GraphPlan, pair: Pair, weights: WeightPlan, progress: Progress
 ) -> tuple[ir.Model, bool]:
-    """Trace one graph and give the weights it names their places.
+    """Give the weights of one graph their places, and trace the graph.
 
     Returns:
-        The graph, and whether it names any.
+        The graph, and whether it names any weights.
 
     Raises:
-        CheckpointError: a weight is damaged, or does not fit the dtype.
+        CheckpointError: see `graph_to_bundle`.
     """
+    weights.check()  # before a graph is traced in vain
     with progress.stage(f"trace {plan.name}"):
+        places = _place_weights(plan, pair, weights)
         model = graph_from_module(
             plan.build, plan.io, caches=plan.caches, stages=plan.stages, kernel_size=plan.kernel_size
         )
-    with progress.stage(f"weights of {plan.name}"):
-        places = _place_weights(model, plan, pair, weights, progress)
+        assert places.keys() <= model.graph.initializers.keys(), "a weight that the graph does not use"
         _inline_constants(model, plan)
         passes.external_weights(model, places)
     return model, bool(places)
 
 
-def _place_weights(
-    model: ir.Model, plan: GraphPlan, pair: Pair, weights: WeightPlan, progress: Progress
-) -> dict[str, Placed]:
-    """Place the weights a graph names, if no graph did before."""
+def _place_weights(plan: GraphPlan, pair: Pair, weights: WeightPlan) -> dict[str, Placed]:
+    """Place the parameters of a graph's module, those that no graph had before; by the module's names."""
     sides = {TARGET_PREFIX: pair.target, DRAFT_PREFIX: pair.draft}
     constants = dict(plan.constants)
     places: dict[str, Placed] = {}
-    for name, value in model.graph.initializers.items():
+    for name, (dtype, shape) in parameters_from_module(plan.build).items():
+        if name in constants:
+            continue
         key = name if name.startswith(TARGET_PREFIX) else plan.prefix + name
         prefix = TARGET_PREFIX if key.startswith(TARGET_PREFIX) else DRAFT_PREFIX
         side, canonical = sides[prefix], key.removeprefix(prefix)
-        if name in constants or canonical not in side.tensors:
-            continue
-        assert value.dtype is not None and value.shape is not None
-        shape = tuple(int(n) for n in value.shape if isinstance(n, int))
-        dtype = _TORCH_OF_IR[value.dtype]
-        places[name] = weights.add(key, dtype, shape, side.pieces(canonical), progress.advance)
+        places[name] = weights.add(key, dtype, shape, side.pieces(canonical), side.place(canonical))
     return places
-
-
-_TORCH_OF_IR = {
-    ir.DataType.FLOAT: torch.float32,
-    ir.DataType.FLOAT16: torch.float16,
-    ir.DataType.BFLOAT16: torch.bfloat16,
-    ir.DataType.INT64: torch.int64,
-}
 
 
 def _inline_constants(model: ir.Model, plan: GraphPlan) -> None:

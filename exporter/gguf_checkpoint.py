@@ -19,6 +19,7 @@ from .checkpoint import TensorEntry
 # GGUF architecture -> model_type. `llama` files interleave q and k.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _INTERLEAVED = {"llama"}
+_MAGIC = b"GGUF"
 _CONFIG_KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -65,11 +66,18 @@ class GgufCheckpoint:
         self.path = Path(path)
         self.name = self.path.name
         self.generation_config: dict[str, Any] = {}
+        with open(self.path, "rb") as file:
+            magic = file.read(len(_MAGIC))
+        if magic != _MAGIC:
+            raise CheckpointError(
+                f"{self.name}: is no GGUF file, which begins with GGUF; check what was downloaded"
+            )
         try:
             self._reader = gguf.GGUFReader(str(self.path))
         except Exception as cause:  # the library raises bare ValueError, IndexError, struct.error
             raise CheckpointError(
-                f"{self.name}: not a whole GGUF file ({cause}); download it again"
+                f"{self.name}: is a damaged GGUF file, or ends before what its beginning announces "
+                f"({self.path.stat().st_size} bytes); download it again"
             ) from cause
         self._architecture = str(self._meta("general.architecture"))
         if self._architecture not in ARCHITECTURES:

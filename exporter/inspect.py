@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ..bundle.errors import CheckpointError, PairError, UnsupportedError
@@ -29,7 +30,7 @@ def inspect_checkpoint(source: str, target: str | None = None) -> Inspection:
         target: of the target to pair a draft with.
 
     Returns:
-        Plain JSON values: ``name``, ``kind`` (``draft`` or ``target``), ``stored_as``, ``tensors``
+        Plain JSON values: ``name``, ``kind`` (``draft``, ``target`` or ``other``), ``stored_as``, ``tensors``
         (``count``, ``parameters``), ``problem`` (None, or why it cannot be exported), ``spec`` (every
         effective option, None with a problem); of a draft also ``format``, ``recognised_by``, ``defaults``
         (key, value and source of what the checkpoint leaves open), ``notes`` (what is passed over),
@@ -43,7 +44,7 @@ def inspect_checkpoint(source: str, target: str | None = None) -> Inspection:
     target_checkpoint = None if target is None else checkpoint_from_source(target)
     found: Inspection = {
         "name": checkpoint.name,
-        "kind": "draft" if looks_like_draft(checkpoint.config) else "target",
+        "kind": _kind(checkpoint.config),
         "stored_as": _storage(checkpoint),
         "tensors": {
             "count": len(checkpoint.tensors),
@@ -54,17 +55,31 @@ def inspect_checkpoint(source: str, target: str | None = None) -> Inspection:
     }
     if is_simple(checkpoint.config):
         found |= inspect_simple(checkpoint, target_checkpoint)
-    elif found["kind"] == "target":
+    elif found["kind"] != "draft":
         spec, found["problem"] = _target(checkpoint)
         found["spec"] = _plain(spec)
     else:
         draft = _draft(checkpoint, found)
         if target_checkpoint is not None:
             found["pair"] = _pair(draft, target_checkpoint)
-    if found["kind"] == "target" and target_checkpoint is not None:
-        problem = f"{checkpoint.name} is a target too; give the draft first, its target with --target"
+    if found["kind"] != "draft" and target_checkpoint is not None:
+        problem = f"{checkpoint.name} is no draft; give the draft first, its target with --target"
         found["pair"] = {"target": target_checkpoint.name, "problem": problem, "warnings": []}
     return found
+
+
+def stands_in_the_way(found: Inspection) -> bool:
+    """Whether the checkpoint, or the pair that was asked about, cannot be exported."""
+    return found["problem"] is not None or found.get("pair", {}).get("problem") is not None
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    """What a config says it is; a target is what names a decoder with a head, or names nothing."""
+    if looks_like_draft(config):
+        return "draft"
+    named = config.get("architectures")
+    other = isinstance(named, list) and not any(str(name).endswith("ForCausalLM") for name in named)
+    return "other" if named and other else "target"
 
 
 def _storage(checkpoint: Checkpoint) -> str:

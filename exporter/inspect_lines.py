@@ -19,7 +19,7 @@ def inspection_lines(found: Inspection) -> list[str]:
     rows = [("checkpoint", f"{found['name']} ({stored})")]
     if found.get("family") == SIMPLE:
         rows += simple_rows(found)
-    elif found["kind"] == "target":
+    elif found["kind"] != "draft":
         rows += _target_rows(found)
     else:
         rows += _draft_rows(found)
@@ -37,7 +37,7 @@ def inspection_lines(found: Inspection) -> list[str]:
 
 
 def _target_rows(found: Inspection) -> list[tuple[str, str]]:
-    rows = [("kind", "target")]
+    rows = [("kind", "target" if found["kind"] == "target" else "neither a target nor a draft")]
     spec = found["spec"]
     if spec is None:
         return rows

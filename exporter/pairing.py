@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..bundle.errors import PairError, UnsupportedError, field_error
 from .drafts.spec import DraftFormat, DraftSpec
 from .drafts.zlab import LAST_LAYER
@@ -58,8 +60,21 @@ def _same(what: str, got: int, expected: int, name: str) -> None:
 
 
 def _warnings(draft: DraftSpec, target: TargetSpec) -> tuple[str, ...]:
+    return (*_tap_warnings(draft), *_mask_warnings(draft, target))
+
+
+def _tap_warnings(draft: DraftSpec) -> Iterator[str]:
+    """Both originals take a layer twice without a word, but no published draft does."""
+    if len(set(draft.taps)) < len(draft.taps):
+        yield (
+            f"target_layer_ids: got {list(draft.taps)} (layers counted from 0), which has one twice; "
+            "a draft that was trained with others will accept few tokens"
+        )
+
+
+def _mask_warnings(draft: DraftSpec, target: TargetSpec) -> Iterator[str]:
     if draft.learned_mask:
-        return ()
+        return
     roles = [
         role
         for role, holds in (
@@ -69,7 +84,6 @@ def _warnings(draft: DraftSpec, target: TargetSpec) -> tuple[str, ...]:
         )
         if holds
     ]
-    if not roles:
-        return ()
-    what = f"mask_token_id: got {draft.mask_token_id}, which is also {' and '.join(roles)}"
-    return (f"{what}; a draft trained with a mask of its own will accept few tokens",)
+    if roles:
+        what = f"mask_token_id: got {draft.mask_token_id}, which is also {' and '.join(roles)}"
+        yield f"{what}; a draft trained with a mask of its own will accept few tokens"

@@ -39,11 +39,16 @@ class Side:
     dtype: str
     loads: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
 
+    def place(self, canonical: str) -> str:
+        """Checkpoint and tensor of a parameter, for messages."""
+        return f"{self.checkpoint.name}: {self.tensors[canonical]}"
+
     def pieces(self, canonical: str) -> Iterator[Tensor]:
-        """Read a parameter piece by piece, in the order of its rows."""
+        """Read a parameter piece by piece, in the order of its rows; nothing is read before the first."""
         if canonical in self.loads:
-            return iter([self.loads[canonical]()])
-        return pieces(self.checkpoint, self.tensors[canonical])
+            yield self.loads[canonical]()
+        else:
+            yield from pieces(self.checkpoint, self.tensors[canonical])
 
 
 @dataclass(frozen=True)

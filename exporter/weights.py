@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -47,7 +49,7 @@ class WeightPlan:
     """Gives weights their places in a file that nobody writes; `WeightWriter` writes it.
 
     Attributes:
-        bytes: size of the file so far.
+        bytes: size of the file with all weights that have a place.
     """
 
     def __init__(self) -> None:
@@ -56,12 +58,7 @@ class WeightPlan:
         self.bytes = 0
 
     def add(
-        self,
-        key: str,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        pieces: Iterable[Tensor],
-        progress: Callable[[int], None],
+        self, key: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[Tensor], source: str
     ) -> Placed:
         """Place a weight.
 
@@ -71,46 +68,44 @@ class WeightPlan:
             shape: what it must be.
             pieces: its rows in order; read only to be written, and only if it was not placed before in this
                 dtype.
-            progress: is told the bytes of each piece that was written.
-
-        Raises:
-            CheckpointError: the tensor has another shape, or holds NaN or infinity, or does not fit the
-                range of `dtype`.
+            source: where they come from, for messages.
         """
         known = self._placed.get((key, dtype))
         if known is not None:
             return known
         size = math.prod(shape) * dtype.itemsize
         align = _PAGE_BYTES if size >= _SMALL_BYTES else 64
-        self._pad(-self.bytes % align)
+        offset = self.bytes + -self.bytes % align
         suffix = "" if not any(k == key for k, _ in self._placed) else f".{_IR_DTYPES[dtype].lower()}"
-        placed = Placed(key + suffix, WEIGHT_FILE, self.bytes, size, shape, _IR_DTYPES[dtype])
-        self._fill(key, dtype, placed, pieces, progress)
+        placed = Placed(key + suffix, WEIGHT_FILE, offset, size, shape, _IR_DTYPES[dtype])
         self._placed[(key, dtype)] = placed
+        self.bytes = offset + size
+        self._fill(placed, dtype, pieces, source)
         return placed
 
-    def _pad(self, count: int) -> None:
-        self.bytes += count
+    def check(self) -> None:
+        """Raise what is known to be wrong with a weight; here, nothing is read."""
 
-    def _fill(
-        self,
-        key: str,  # noqa: ARG002
-        dtype: torch.dtype,  # noqa: ARG002
-        placed: Placed,
-        pieces: Iterable[Tensor],  # noqa: ARG002
-        progress: Callable[[int], None],  # noqa: ARG002
-    ) -> None:
-        self.bytes += placed.bytes
+    def _fill(self, placed: Placed, dtype: torch.dtype, pieces: Iterable[Tensor], source: str) -> None:
+        """Write the weight to its place; here, nothing is written."""
 
 
 class WeightWriter(WeightPlan):
-    """Appends weights to one file, piece by piece. Use as a context manager."""
+    """Writes weights to one file, piece by piece, in a thread of its own. Use as a context manager.
+
+    Places are known as soon as a weight was added, so that graphs are traced while weights are read, checked,
+    converted, hashed and written. Leaving the context without an error waits for all of them.
+    """
 
     def __init__(self, directory: Path):
         """Create `WEIGHT_FILE` in `directory`."""
         super().__init__()
         self._file = open(directory / WEIGHT_FILE, "wb")  # noqa: SIM115 - closed by __exit__
+        self._written = 0
         self._digest = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._jobs: deque[tuple[Future[None], int]] = deque()
+        self._given_up = threading.Event()
         # Hashing takes as long as all the rest: it goes on beside writing and reading the next piece.
         self._hasher = ThreadPoolExecutor(max_workers=1)
         self._hashed: Future[None] | None = None
@@ -122,46 +117,83 @@ class WeightWriter(WeightPlan):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the file."""
-        self._hasher.shutdown()
-        self._file.close()
+        """Wait for the weights, or give them up after an error, and close the file."""
+        try:
+            if error is None:
+                self.finish()
+        finally:
+            self._given_up.set()
+            self._thread.shutdown(cancel_futures=True)
+            self._hasher.shutdown()
+            self._file.close()
+
+    def check(self) -> None:
+        """Raise what `finish` would, if it has happened already."""
+        for job, _ in self._jobs:
+            if job.done():
+                job.result()
+
+    def finish(self, progress: Callable[[int], None] = lambda _: None) -> None:
+        """Wait until all weights so far are written.
+
+        Args:
+            progress: is told the bytes of each weight.
+
+        Raises:
+            CheckpointError: a tensor has another shape than it must, or holds NaN or infinity, or does not
+                fit the range of its dtype.
+            OSError: it cannot be written.
+        """
+        while self._jobs:
+            job, size = self._jobs[0]
+            job.result()
+            self._jobs.popleft()
+            progress(size)
+        if self._hashed is not None:
+            self._hashed.result()
 
     @property
     def sha256(self) -> str:
-        """Of the file as it is now."""
-        if self._hashed is not None:
-            self._hashed.result()
+        """Of the file, when all weights are written."""
+        self.finish()
         return self._digest.hexdigest()
 
-    def _pad(self, count: int) -> None:
-        self._write(b"\0" * count)
+    def _fill(self, placed: Placed, dtype: torch.dtype, pieces: Iterable[Tensor], source: str) -> None:
+        job = self._thread.submit(self._write_weight, placed, dtype, pieces, source)
+        self._jobs.append((job, placed.bytes))
 
-    def _fill(
-        self,
-        key: str,
-        dtype: torch.dtype,
-        placed: Placed,
-        pieces: Iterable[Tensor],
-        progress: Callable[[int], None],
+    def _write_weight(
+        self, placed: Placed, dtype: torch.dtype, pieces: Iterable[Tensor], source: str
     ) -> None:
-        shape, rows = placed.shape, 0
-        for piece in pieces:
-            if piece.shape[1:] != shape[1:] or piece.ndim != len(shape):
-                raise CheckpointError(f"{key}: got rows of shape {tuple(piece.shape)}, expected {shape}")
-            rows += piece.shape[0] if shape else 1
-            before = self.bytes
-            self._write(_bytes(_cast(key, piece, dtype)))
-            del piece  # before the next one is read
-            progress(self.bytes - before)
-        if rows != (shape[0] if shape else 1):
-            raise CheckpointError(f"{key}: got {rows} rows, expected shape {shape}")
+        if self._given_up.is_set():
+            return
+        try:
+            self._write(b"\0" * (placed.offset - self._written))
+            rows = 0
+            for piece in pieces:
+                if self._given_up.is_set():
+                    return
+                rows += self._write_piece(piece, placed.shape, dtype, source)
+                del piece  # before the next one is read
+            if rows != (placed.shape[0] if placed.shape else 1):
+                raise CheckpointError(f"{source}: got {rows} rows, expected shape {placed.shape}")
+        except BaseException:
+            self._given_up.set()  # the file is lost: nothing more need be written
+            raise
+
+    def _write_piece(self, piece: Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: str) -> int:
+        """Write some rows and say how many."""
+        if piece.shape[1:] != shape[1:] or piece.ndim != len(shape):
+            raise CheckpointError(f"{source}: got rows of shape {tuple(piece.shape)}, expected {shape}")
+        self._write(_bytes(_cast(source, piece, dtype)))
+        return piece.shape[0] if shape else 1
 
     def _write(self, data: bytes | memoryview) -> None:
         if self._hashed is not None:
             self._hashed.result()
         self._hashed = self._hasher.submit(self._digest.update, data)
         self._file.write(data)
-        self.bytes += len(data)
+        self._written += len(data)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -169,15 +201,15 @@ def _bytes(tensor: Tensor) -> memoryview:
     return view
 
 
-def _cast(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(source: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not tensor.is_floating_point():
         return tensor.to(dtype)
     if not _finite(tensor):
-        raise CheckpointError(f"{key}: holds NaN or infinity; the checkpoint is damaged")
+        raise CheckpointError(f"{source}: holds NaN or infinity; the checkpoint is damaged")
     cast = tensor.to(dtype)
     if dtype is torch.float16 and not _finite(cast):
         raise CheckpointError(
-            f"{key}: got values up to {tensor.abs().max().item():.4g}, which float16 cannot hold (65504); "
+            f"{source}: got values up to {tensor.abs().max().item():.4g}, which float16 cannot hold (65504); "
             "export with --dtype bfloat16 or float32"
         )
     return cast

@@ -50,7 +50,7 @@ class Memory:
         if not self.pinned:
             raise ValueError("memory: is on the device; copy it to the host")
         buffer = (ctypes.c_uint8 * self.bytes).from_address(self.address)
-        return np.frombuffer(buffer, np.uint8)
+        return np.ctypeslib.as_array(buffer)
 
 
 _shared: weakref.WeakValueDictionary[int, Device] = weakref.WeakValueDictionary()

@@ -5,6 +5,7 @@ Nothing is kept between requests: caches, buffers and counters belong to the str
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +18,13 @@ from ..bundle.limits import PREFILL_ROWS, ShapeLimits
 from ..bundle.manifest import Manifest, Verify, check_files, manifest_from_bundle
 from .accept import FinishReason
 from .backends import ONNXRUNTIME, runners_from_bundle
+from .calibrate import calibrate
+from .checks import check_flag, check_integer
 from .choose import TokenLogprob
 from .engine import GraphRunner
 from .loop import Job, Step, request_loop, run_alone
 from .pair import Lane, Pair, prefill_rows
+from .policy import AdaptiveRows, FixedRows, RowPolicy, few_counts
 from .request import MAX_NEW_TOKENS, Prompt, Request, RequestOptions, job_from_request
 from .stats import GenerationStats
 from .text import TextCodec
@@ -66,14 +70,16 @@ class Settings:
     """How a decoder works.
 
     Attributes:
-        verify_rows: rows the target verifies in a round, the anchor and the first proposals.
+        verify_rows: rows the target verifies in a round, the anchor and the first proposals; None chooses for
+            each round what promises the most tokens, from what passes cost and how proposals fared. Requests
+            with a temperature have all of them then, for a draw depends on what was proposed.
         exact: compute a lone row in the company of another, so that plain and speculative decoding give the
             same bits (shown for ONNX Runtime on the CPU in float32); False is faster for plain decoding, and
             may choose otherwise where two tokens nearly tie.
         max_length: longest sequence in tokens, prompt and output.
     """
 
-    verify_rows: int
+    verify_rows: int | None
     exact: bool
     max_length: int
 
@@ -183,22 +189,25 @@ class Decoder:
         self._draft = draft
         most = manifest.draft.proposals + 1
         longest = longest_sequence(manifest, target, draft)
-        if not 2 <= settings.verify_rows <= most:
-            raise field_error(
-                RequestError, "verify_rows", settings.verify_rows, f"2 to {most} (anchor and proposals)"
-            )
-        if not 2 <= settings.max_length <= longest:
-            raise field_error(
-                RequestError,
-                "max_length",
-                settings.max_length,
-                f"2 to {longest}",
-                "export again with a larger --max-length"
-                if longest == manifest.max_length
-                else "build the engines again with a larger --max-context",
-            )
+        check_flag("exact", settings.exact)
+        if settings.verify_rows is not None:
+            check_integer("verify_rows", settings.verify_rows, f"2 to {most} (anchor and proposals)", 2, most)
+        check_integer(
+            "max_length",
+            settings.max_length,
+            f"2 to {longest}",
+            2,
+            longest,
+            "export again with a larger --max-length"
+            if longest == manifest.max_length
+            else "build the engines again with a larger --max-context",
+        )
         self._limits = ShapeLimits.from_manifest(manifest, settings.max_length)
         self._prefill_rows = prefill_rows(target.limits, PREFILL_ROWS)
+        self._most_rows = settings.verify_rows or most
+        counts = None if target.limits is None else few_counts(most)
+        self._adaptive = None if settings.verify_rows else AdaptiveRows(most, settings.exact, counts)
+        self._calibrated = False
 
     @classmethod
     def open(
@@ -218,8 +227,8 @@ class Decoder:
             bundle: the directory.
             provider: where to compute: cpu, cuda, tensorrt or tensorrt-rtx.
             threads: threads of one pass on the CPU; None takes the physical cores this process may use.
-            verify_rows: rows the target verifies in a round, anchor included; None verifies every proposal.
-                The drafted block stays whole.
+            verify_rows: rows the target verifies in a round, anchor included; see `Settings`. The drafted
+                block stays whole.
             exact: see `Settings`.
             max_length: a limit below the bundle's, in tokens.
             verify: what is checked of the bundle's files.
@@ -230,6 +239,10 @@ class Decoder:
             ProviderError: the provider or backend is not there, or cannot compute the bundle's dtype.
             RequestError: a setting is out of range.
         """
+        if not isinstance(bundle, str | os.PathLike):
+            raise field_error(RequestError, "bundle", bundle, "a path")
+        if not isinstance(verify, Verify):
+            raise field_error(RequestError, "verify", verify, "a Verify")
         directory = Path(bundle)
         manifest = manifest_from_bundle(directory, Verify.SIZES)
         if backend == ONNXRUNTIME:
@@ -241,17 +254,11 @@ class Decoder:
         codec = TextCodec.from_bundle(directory, manifest.tokenizer) if manifest.tokenizer.file else None
         target, draft = runners_from_bundle(directory, manifest, backend, provider, threads)
         try:
-            return cls(
-                manifest,
-                target,
-                draft,
-                codec,
-                Settings(
-                    manifest.draft.proposals + 1 if verify_rows is None else verify_rows,
-                    exact,
-                    longest_sequence(manifest, target, draft) if max_length is None else max_length,
-                ),
-            )
+            longest = longest_sequence(manifest, target, draft)
+            settings = Settings(verify_rows, exact, longest if max_length is None else max_length)
+            decoder = cls(manifest, target, draft, codec, settings)
+            decoder._calibrate()
+            return decoder
         except BaseException:
             target.close()
             draft.close()
@@ -273,7 +280,7 @@ class Decoder:
         return {
             **self._target.effective,
             "dtype": self.manifest.dtype.value,
-            "verify_rows": self.settings.verify_rows,
+            "verify_rows": self.settings.verify_rows or "adaptive",
             "exact": self.settings.exact,
             "max_length": self.settings.max_length,
         }
@@ -294,17 +301,32 @@ class Decoder:
         """
         request = Request(prompt, max_new_tokens, **options)
         job = job_from_request(request, self.manifest, self.codec, self.settings.max_length)
-        fixed = self._target.limits
-        capacity = (
-            self._limits.capacity_for(len(job.prompt) + job.new_tokens) if fixed is None else fixed.capacity
-        )
-        draft = self._draft if job.speculative else None
-        pair = Pair(self.manifest, self._target, draft, capacity, 1, self.settings.exact)
+        pair = self._pair(len(job.prompt) + job.new_tokens, job.speculative)
         lane = pair.lanes[0]
         lane.recorder = job.recorder
-        rows = self.settings.verify_rows
-        loop = request_loop(job, lane, self.manifest.draft, self._prefill_rows, lambda: rows)
-        return Stream(run_alone(loop, pair, lane), job, lane)
+        return Stream(self._steps(job, pair, lane), job, lane)
+
+    def _pair(self, tokens: int, speculative: bool) -> Pair:
+        """Caches for one request of so many tokens."""
+        fixed = self._target.limits
+        capacity = self._limits.capacity_for(tokens) if fixed is None else fixed.capacity
+        draft = self._draft if speculative else None
+        return Pair(self.manifest, self._target, draft, capacity, 1, self.settings.exact)
+
+    def _steps(self, job: Job, pair: Pair, lane: Lane) -> Iterator[Step]:
+        """Run a request, from its first read on."""
+        policy: RowPolicy = FixedRows(self._most_rows)
+        if self._adaptive is not None and job.speculative and job.rows_are_free:
+            self._calibrate()
+            policy = self._adaptive
+        loop = request_loop(job, lane, self.manifest.draft, self._prefill_rows, lambda: policy.rows(1))
+        yield from run_alone(loop, job, pair, lane, policy)
+
+    def _calibrate(self) -> None:
+        """Find out what passes cost, once."""
+        if self._adaptive is not None and not self._calibrated:
+            calibrate(self._pair(1, True), self.manifest.draft, self._adaptive)
+            self._calibrated = True
 
     def generate(
         self, prompt: Prompt, max_new_tokens: int = MAX_NEW_TOKENS, **options: Unpack[RequestOptions]

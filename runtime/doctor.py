@@ -163,6 +163,8 @@ def _trt_finding(name: str, module: str, extra: str, has_gpu: bool) -> Finding:
         reason = (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]
         return Finding(name, Status.BAD, f"installed, but does not start: {reason}")
     does = "builds and runs engines" if has_gpu else "builds engines; running them needs a GPU"
+    if has_gpu and _version("cuda-bindings") is None:
+        does = f"builds engines; to run them, pip install '{DISTRIBUTION}[{extra}]' again, for cuda-bindings"
     return Finding(name, Status.GOOD, f"{done.stdout.strip().splitlines()[-1]}, {does}")
 
 

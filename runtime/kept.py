@@ -38,8 +38,11 @@ class KeptStore:
         return len(self._kept)
 
     def put(self, key: int, kept: Kept) -> None:
-        """Keep something, in place of what the key had."""
+        """Keep something, in place of what the key had; what alone is too much is not kept."""
         self.drop(key)
+        if kept.saved.bytes > self.budget_bytes:
+            self.evictions += 1
+            return
         self._kept[key] = kept
         self.bytes += kept.saved.bytes
         while self.bytes > self.budget_bytes:
@@ -52,6 +55,11 @@ class KeptStore:
         if kept is not None:
             self._kept.move_to_end(key)
         return kept
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+        self.bytes = 0
 
     def drop(self, key: int) -> None:
         """Forget a key's. Harmless if there is none."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import cast
 
 from ..bundle.limits import KV_BUCKET
@@ -22,6 +23,7 @@ from .choice import Choice
 from .choose import Accepted, ProposalError, TokenLogprob
 from .pair import Lane, Pair
 from .passes import Drafted, DraftFailure, DraftPass, TargetPass, TargetRows
+from .policy import RowPolicy
 from .stats import Phase, Recorder
 from .stops import TextWatch
 
@@ -97,6 +99,7 @@ def request_loop(job: Job, lane: Lane, info: DraftInfo, prefill_rows: int, rows_
     def failed(cause: str) -> None:
         nonlocal drafting
         drafting = False
+        lane.draft_lost = cause  # what spoilt it may stand in the context, which a session would keep
         recorder.draft_failures += 1
         recorder.draft_failure = cause
         logger.warning("draft failed, this request goes on without it: %s", cause)
@@ -135,8 +138,8 @@ def request_loop(job: Job, lane: Lane, info: DraftInfo, prefill_rows: int, rows_
                     proposed = choice.propose(cast("Drafted", reply), most_rows - 1)
                 except ProposalError as cause:
                     failed(str(cause))
-        elif drafting and lane.target.committed - lane.draft.committed >= KV_BUCKET:
-            # Plain rounds leave features behind: taken in now and then, they stay few.
+        elif drafting and lane.target.committed - lane.draft.committed >= min(KV_BUCKET, prefill_rows):
+            # Plain rounds leave features behind: taken in now and then, they fit into one pass.
             reply = yield DraftPass(0, 0, (), Phase.DRAFT)
             if isinstance(reply, DraftFailure):
                 failed(reply.cause)
@@ -164,14 +167,16 @@ def _step(job: Job, accepted: Accepted) -> Step:
     return Step(ids, text, accepted.logprobs[: len(ids)], finish)
 
 
-def run_alone(loop: Loop, pair: Pair, lane: Lane) -> Iterator[Step]:
-    """Run a loop by itself, each pass as it is asked for.
+def run_alone(loop: Loop, job: Job, pair: Pair, lane: Lane, policy: RowPolicy) -> Iterator[Step]:
+    """Run a loop by itself, each pass as it is asked for; tell a policy what passes cost and what stood.
 
     Raises:
         EngineError: the target's engine failed.
     """
     reply: Reply = None
+    accepted = rows = 0
     while True:
+        began = perf_counter()
         try:
             asked = loop.send(reply)
         except StopIteration:
@@ -179,7 +184,16 @@ def run_alone(loop: Loop, pair: Pair, lane: Lane) -> Iterator[Step]:
         reply = None
         if isinstance(asked, TargetPass):
             reply = pair.run_target([(lane, asked)])[0]
+            if asked.phase is Phase.VERIFY:
+                rows = len(asked.ids)
+                policy.verified(1, rows, (perf_counter() - began) * 1000.0)
         elif isinstance(asked, DraftPass):
             reply = pair.run_draft([(lane, asked)])[0]
+            if asked.count:
+                policy.drafted(1, (perf_counter() - began) * 1000.0)
         else:
+            if rows:
+                stood = sum(job.recorder.accepted)
+                policy.accepted(rows - 1, stood - accepted)
+                accepted, rows = stood, 0
             yield asked

@@ -13,11 +13,13 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bundle.errors import BundleError, EngineError, ProviderError, RequestError, field_error
+from ..bundle.errors import BundleError, EngineError, ProviderError, field_error
 from ..bundle.files import safe_path
 from ..bundle.limits import ShapeLimits
 from ..bundle.manifest import GraphInfo
 from ..bundle.tensors import BATCH, CAPACITY, DType, TensorInfo, present
+from .checks import check_integer
+from .dtypes import NUMPY
 from .engine import DeviceTensor, HostArray, KVCache, SavedLane, resolve_axes
 
 
@@ -73,12 +75,6 @@ PROVIDERS = {
     ),
 }
 
-_NUMPY: dict[DType, np.dtype[Any]] = {
-    DType.FLOAT32: np.dtype(np.float32),
-    DType.FLOAT16: np.dtype(np.float16),
-    DType.BFLOAT16: np.dtype(np.uint16),  # the bits; NumPy has no bfloat16
-    DType.INT64: np.dtype(np.int64),
-}
 _Bound = dict[str, tuple[int, tuple[int, ...]]]
 _NOISE = re.compile(r"^.*\[ONNXRuntimeError\] : \d+ : \w+ : ", re.DOTALL)
 _ONNX = {
@@ -95,7 +91,7 @@ def check_provider(name: str, dtype: DType) -> Provider:
     Raises:
         ProviderError: it does not, with the remedy.
     """
-    provider = PROVIDERS.get(name)
+    provider = PROVIDERS.get(name) if isinstance(name, str) else None
     if provider is None:
         raise field_error(ProviderError, "provider", name, "one of " + ", ".join(PROVIDERS))
     if dtype not in provider.dtypes:
@@ -117,9 +113,7 @@ def effective_threads(threads: int | None) -> int:
     if threads is None:
         return physical_cores()
     most = os.cpu_count() or 1
-    if not 1 <= threads <= most:
-        raise field_error(RequestError, "threads", threads, f"1 to {most}, the CPUs of this machine")
-    return threads
+    return check_integer("threads", threads, f"1 to {most}, the CPUs of this machine", 1, most)
 
 
 def physical_cores() -> int:
@@ -184,20 +178,20 @@ class _Block:
         self.device = device
         if device == "cpu":
             # The memory is NumPy's own. A page that nobody touches takes none.
-            self.host: NDArray[Any] | None = np.zeros(elements, _NUMPY[dtype])
+            self.host: NDArray[Any] | None = np.zeros(elements, NUMPY[dtype])
             self.value = None
             self.address = self.host.ctypes.data
             return
         self.host = None
         self.value = ort.OrtValue.ortvalue_from_shape_and_type((elements,), _ONNX[dtype], device, 0)
         self.address = self.value.data_ptr()
-        self.write(np.zeros(elements, _NUMPY[dtype]))
+        self.write(np.zeros(elements, NUMPY[dtype]))
 
     def read(self) -> NDArray[Any]:
         """All elements in host memory: the memory itself on the CPU, a copy elsewhere."""
         if self.host is not None:
             return self.host
-        copied = np.empty(self.elements, _NUMPY[self.dtype])
+        copied = np.empty(self.elements, NUMPY[self.dtype])
         self._as_value(copied).update_inplace(self.value)
         return copied
 
@@ -206,7 +200,7 @@ class _Block:
         if self.host is not None:
             self.host[: data.size] = data
             return
-        whole = np.zeros(self.elements, _NUMPY[self.dtype])
+        whole = np.zeros(self.elements, NUMPY[self.dtype])
         whole[: data.size] = data
         assert self.value is not None
         self.value.update_inplace(self._as_value(whole))

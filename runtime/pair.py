@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import cast
 
 import numpy as np
 
@@ -37,7 +38,7 @@ from ..bundle.tensors import (
 from .engine import DeviceTensor, GraphRunner, HostArray, KVCache, SavedLane
 from .kv import CacheLength
 from .passes import Drafted, DraftFailure, DraftPass, TargetPass, TargetRows
-from .stats import Recorder
+from .stats import Phase, Recorder
 
 
 @dataclass
@@ -62,6 +63,9 @@ class Lane:
         recorder: told the times of the passes that this lane takes part in.
         target: committed length of the target's cache.
         draft: committed context length of the draft: positions whose features it has taken in.
+        draft_lost: why nothing can be built on that context any more; None if it is sound.
+        seen: features of the last pass of the target, if this lane was computed in it. Then what stands for
+            it there is its own, also where it took no part.
     """
 
     def __init__(self, index: int, capacity: int):
@@ -70,6 +74,8 @@ class Lane:
         self.target = CacheLength(capacity)
         self.draft = CacheLength(capacity)
         self.features: list[_Features] = []
+        self.draft_lost: str | None = None
+        self.seen: DeviceTensor | None = None
 
     def reset(self) -> None:
         """Forget everything; the memory is the `Pair`'s to clean."""
@@ -77,6 +83,8 @@ class Lane:
         self.target = CacheLength(self.target.capacity)
         self.draft = CacheLength(self.draft.capacity)
         self.features = []
+        self.draft_lost = None
+        self.seen = None
 
 
 @dataclass(frozen=True)
@@ -152,8 +160,7 @@ class Pair:
             EngineError: see `GraphRunner.run`. The content of all lanes in the range is undefined.
         """
         lanes = self._range(work)
-        for lane in self.lanes:
-            self._keep_features(lane)  # the memory that they are in is about to be written to
+        self._keep_features(self.lanes)  # the memory that they are in is about to be written to
         rows = max(len(asked.ids) for _, asked in work)
         logit_rows = max(asked.logit_rows for _, asked in work)
         if self._exact:
@@ -186,6 +193,8 @@ class Pair:
         greedy = outputs[GREEDY_IDS].to_host()
         logits = outputs[LOGITS].to_host() if LOGITS in outputs else None
         took_ms = (perf_counter() - began) * 1000.0
+        for lane in within:
+            lane.seen = outputs.get(FEATURES)
         given = []
         for lane, asked in work:
             row = lane.index - lanes.start
@@ -203,7 +212,9 @@ class Pair:
         return given
 
     def run_draft(self, work: Sequence[tuple[Lane, DraftPass]]) -> list[Drafted | DraftFailure]:
-        """Run one pass of the draft; the context of each lane ends at its committed length afterwards.
+        """Run the draft; the context of each lane ends at its committed length afterwards.
+
+        It is one pass, unless a lane in the range has no room for the longest context among them.
 
         Args:
             work: at least one lane, each once.
@@ -211,10 +222,57 @@ class Pair:
         Returns:
             What each asked for, in order, or why there is none.
         """
+        done: dict[Lane, Drafted | DraftFailure] = {
+            lane: DraftFailure(lane.draft_lost) for lane, _ in work if lane.draft_lost is not None
+        }
+        able = [(lane, asked) for lane, asked in work if lane.draft_lost is None]
+        if able and self._fits(able):
+            done.update(zip((lane for lane, _ in able), self._draft_pass(able), strict=True))
+        else:
+            for each in able:
+                (drafted,) = self._draft_pass([each])
+                if not isinstance(drafted, DraftFailure):  # the next pass overwrites it
+                    drafted = {name: rows.copy() for name, rows in drafted.items()}
+                done[each[0]] = drafted
+        return [done[lane] for lane, _ in work]
+
+    def _draft_pass(self, work: Sequence[tuple[Lane, DraftPass]]) -> list[Drafted | DraftFailure]:
         assert self._draft is not None and self._draft_cache is not None
-        lanes, features = self._take_features(work)
-        within = [self.lanes[index] for index in lanes]
-        context_rows = features.shape[1]
+        wanted = list(dict.fromkeys(name for _, asked in work for name in asked.wanted))
+        failure = None
+        outputs: dict[str, HostArray] = {}
+        within = [lane for lane, _ in work]
+        context_rows = 0
+        began = perf_counter()
+        try:
+            lanes, features = self._take_features(work)
+            within, context_rows = [self.lanes[index] for index in lanes], features.shape[1]
+            inputs = self._draft_inputs(work, lanes, features)
+            began = perf_counter()
+            given = self._draft.run(self._draft_cache, inputs, wanted, lanes)
+            outputs = {name: tensor.to_host() for name, tensor in zip(wanted, given, strict=True)}
+        except EngineError as cause:
+            failure = DraftFailure(str(cause))
+            for lane in within:
+                lane.draft_lost = failure.cause
+        took_ms = (perf_counter() - began) * 1000.0
+        results: list[Drafted | DraftFailure] = []
+        for lane, asked in work:
+            if lane.recorder is not None:
+                lane.recorder.ms[asked.phase] += took_ms
+            if failure is not None:
+                results.append(failure)
+                continue
+            row = lane.index - lanes.start
+            lane.draft.write(context_rows)
+            lane.draft.commit(lane.target.committed - lane.draft.committed)
+            results.append(self._checked({name: outputs[name][row, : asked.count] for name in asked.wanted}))
+        return results
+
+    def _draft_inputs(
+        self, work: Sequence[tuple[Lane, DraftPass]], lanes: range, features: HostArray | DeviceTensor
+    ) -> dict[str, HostArray | DeviceTensor]:
+        within, context_rows = [self.lanes[index] for index in lanes], features.shape[1]
         starts = np.array([lane.draft.committed for lane in within], np.int64)
         anchors = starts.copy()  # of who takes no part: then no row is context
         block_ids = np.full((len(lanes), self._info.block_size), self._info.mask_token_id, np.int64)
@@ -225,7 +283,8 @@ class Pair:
             if asked.count:
                 block_ids[row, 0] = asked.anchor
                 block_rows[row] = self._info.first_proposal_row + asked.count
-        inputs: dict[str, HostArray | DeviceTensor] = {
+        self._touch(within, [lane.draft.committed + context_rows for lane in within])
+        return {
             FEATURES: features,
             START: starts,
             ANCHOR: anchors,
@@ -233,35 +292,21 @@ class Pair:
             BLOCK_ROWS: block_rows,
             SLOTS: self._slots[: max(lane.draft.kv_for(context_rows) for lane in within)],
         }
-        self._touch(within, [lane.draft.committed + context_rows for lane in within])
-        wanted = list(dict.fromkeys(name for _, asked in work for name in asked.wanted))
-        began = perf_counter()
-        failure = None
-        outputs: dict[str, HostArray] = {}
-        try:
-            given = self._draft.run(self._draft_cache, inputs, wanted, lanes)
-            outputs = {name: tensor.to_host() for name, tensor in zip(wanted, given, strict=True)}
-        except EngineError as cause:
-            failure = DraftFailure(str(cause))
-        took_ms = (perf_counter() - began) * 1000.0
-        results: list[Drafted | DraftFailure] = []
-        for lane, asked in work:
-            row = lane.index - lanes.start
-            if lane.recorder is not None:
-                lane.recorder.ms[asked.phase] += took_ms
-            if failure is not None:
-                results.append(failure)
-                continue
-            lane.draft.write(context_rows)
-            lane.draft.commit(lane.target.committed - lane.draft.committed)
-            results.append(self._checked({name: outputs[name][row, : asked.count] for name in asked.wanted}))
-        return results
 
     # Lanes.
 
+    def catch_up(self, lane: Lane) -> None:
+        """Take what the draft has not seen yet of the committed tokens into its context.
+
+        A failing draft is no error: then it has seen less.
+        """
+        if lane.features and lane.draft.committed < lane.target.committed:
+            self.run_draft([(lane, DraftPass(0, 0, (), Phase.DRAFT))])
+
     def save(self, lane: Lane) -> Saved:
-        """Copy what is committed in a lane."""
-        target, draft = lane.target.committed, lane.draft.committed
+        """Copy what is committed in a lane, and sound."""
+        target = lane.target.committed
+        draft = lane.draft.committed if lane.draft_lost is None else 0
         return Saved(
             self._target_cache.save(lane.index, target),
             () if self._draft_cache is None else self._draft_cache.save(lane.index, draft),
@@ -287,11 +332,11 @@ class Pair:
 
     def swap(self, lane: Lane, free: Lane) -> None:
         """Let a lane and a free one change places; the request keeps its `Lane`, with another index."""
-        self._keep_features(lane)
+        self._keep_features([lane])
         written = lane.target.written, lane.draft.written
+        self._touch([free], [max(written)])
         for cache, length in zip(self._caches(), written, strict=False):
             cache.load(free.index, cache.save(lane.index, length))
-        self._touch([free], [max(written)])
         self._zero(lane)
         lane.index, free.index = free.index, lane.index
         self.lanes[lane.index], self.lanes[free.index] = lane, free
@@ -300,6 +345,10 @@ class Pair:
         """Make a lane as new; its slots become zero, for a NaN in them would spoil who comes next."""
         self._zero(lane)
         lane.reset()
+
+    def close(self) -> None:
+        """Free the caches. Nothing else may be called afterwards."""
+        del self._target_cache, self._draft_cache
 
     # Inside.
 
@@ -311,23 +360,59 @@ class Pair:
             self._highest[lane.index] = max(self._highest.get(lane.index, 0), highest)
 
     def _zero(self, lane: Lane) -> None:
-        slots = self._highest.pop(lane.index, 0)
-        for cache in self._caches():
-            kept = cache.save(lane.index, slots)
-            cache.load(lane.index, tuple(np.zeros_like(part) for part in kept))
+        slots = self._highest.get(lane.index, 0)
+        if slots:
+            for cache in self._caches():
+                kept = cache.save(lane.index, slots)
+                cache.load(lane.index, tuple(np.zeros_like(part) for part in kept))
+        self._highest.pop(lane.index, None)
 
     def _range(self, work: Sequence[tuple[Lane, TargetPass | DraftPass]]) -> range:
         indexes = [lane.index for lane, _ in work]
         return range(min(indexes), max(indexes) + 1)
 
-    def _keep_features(self, lane: Lane) -> None:
+    def _keep_features(self, lanes: Sequence[Lane]) -> None:
         """Copy features of committed rows out of memory that the next pass overwrites."""
-        for features in lane.features:
-            if features.lanes is not None:
-                rows = lane.target.committed - features.start
-                whole = features.tensor.to_host()  # type: ignore[union-attr]
-                features.tensor = whole[lane.index - features.lanes.start, :rows].copy()
-                features.lanes = None
+        whole: dict[int, HostArray] = {}
+        for lane in lanes:
+            for features in lane.features:
+                if features.lanes is not None:
+                    tensor = cast("DeviceTensor", features.tensor)
+                    if id(tensor) not in whole:
+                        whole[id(tensor)] = tensor.to_host()
+                    rows = lane.target.committed - features.start
+                    features.tensor = whole[id(tensor)][lane.index - features.lanes.start, :rows].copy()
+                    features.lanes = None
+
+    def _fits(self, work: Sequence[tuple[Lane, DraftPass]]) -> bool:
+        """Whether a pass for all of them has room in each lane of the range."""
+        if len(work) < 2 or self._in_place(work) is not None:
+            return True
+        rows = max(lane.target.committed - lane.draft.committed for lane, _ in work)
+        within = [self.lanes[index] for index in self._range(work)]
+        return all(lane.draft.committed + rows <= lane.draft.capacity for lane in within)
+
+    def _in_place(self, work: Sequence[tuple[Lane, DraftPass]]) -> _Features | None:
+        """Features where the target's last pass left them, if they are all that is to be taken in, and fit.
+
+        A lane that takes no part gets what stands there too. It must be its own: what a request leaves behind
+        may be NaN, which must not get into the lane of the next.
+        """
+        found = work[0][0].features[0] if work[0][0].features else None
+        if found is None or found.lanes is None:
+            return None
+        whole = all(
+            len(lane.features) == 1
+            and lane.features[0].tensor is found.tensor
+            and lane.features[0].start == lane.draft.committed
+            for lane, _ in work
+        )
+        rows = found.tensor.shape[1]
+        own = all(
+            lane.seen is found.tensor and lane.draft.committed + rows <= lane.draft.capacity
+            for lane in self.lanes[found.lanes.start : found.lanes.stop]
+        )
+        return found if whole and own else None
 
     def _take_features(
         self, work: Sequence[tuple[Lane, DraftPass]]
@@ -336,20 +421,14 @@ class Pair:
 
         After a pass of the target over the same lanes they are where that pass left them, and are not moved.
         """
-        first = work[0][0].features
-        lanes = first[0].lanes if first else None
-        if lanes is not None and all(
-            len(lane.features) == 1
-            and lane.features[0].tensor is first[0].tensor
-            and lane.features[0].start == lane.draft.committed
-            for lane, _ in work
-        ):
-            tensor: HostArray | DeviceTensor = first[0].tensor
+        found = self._in_place(work)
+        if found is not None and found.lanes is not None:
+            lanes, tensor = found.lanes, found.tensor
         else:
             lanes = self._range(work)
             parts = []
+            self._keep_features([lane for lane, _ in work])
             for lane, _ in work:
-                self._keep_features(lane)
                 if not lane.features or lane.features[0].start != lane.draft.committed:
                     raise ValueError(
                         f"lane {lane.index}: draft context ends at {lane.draft.committed}, the target's "

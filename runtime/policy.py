@@ -56,6 +56,11 @@ class FixedRows:
         """See `RowPolicy`."""
 
 
+def few_counts(most: int) -> tuple[int, ...]:
+    """Counts that are far enough apart to be worth a shape each."""
+    return tuple(sorted({2, -(-most // 2), most} - {1}))
+
+
 @dataclass
 class LinearCost:
     """Time of a pass as ``base + slope * size``, by least squares over what was seen, the latest most."""
@@ -93,10 +98,13 @@ class AdaptiveRows:
     Attributes:
         most: the largest count, anchor included.
         exact: whether a lone row is computed as two.
+        counts: what to choose from beside plain decoding; None is every count to `most`. An engine compiles
+            and captures passes by their shapes, and likes few.
     """
 
     most: int
     exact: bool = True
+    counts: tuple[int, ...] | None = None
     verify_cost: LinearCost = field(default_factory=LinearCost)
     draft_cost: LinearCost = field(default_factory=LinearCost)
     acceptance: list[float] = field(default_factory=list)
@@ -108,7 +116,8 @@ class AdaptiveRows:
 
     def rows(self, requests: int) -> int:
         """See `RowPolicy`."""
-        chosen = max(range(1, self.most + 1), key=lambda rows: self._rate(requests, rows))
+        counts = tuple(range(2, self.most + 1)) if self.counts is None else self.counts
+        chosen = max((1, *counts), key=lambda rows: self._rate(requests, rows))
         if chosen > 1:
             self.plain_rounds = 0
             return chosen
@@ -116,7 +125,7 @@ class AdaptiveRows:
         if self.plain_rounds < PROBE_ROUNDS:
             return 1
         self.plain_rounds = 0
-        return 2
+        return counts[0]
 
     def _rate(self, requests: int, rows: int) -> float:
         """Tokens a millisecond that a round of so many rows promises."""

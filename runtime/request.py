@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 from ..bundle.errors import RequestError, field_error
 from ..bundle.manifest import Manifest
+from .checks import check_flag, check_integer
 from .choice import Choice, GreedyChoice, SampledChoice
 from .choose import Chooser
 from .loop import Job
@@ -85,10 +86,13 @@ def job_from_request(request: Request, manifest: Manifest, codec: TextCodec | No
         raise field_error(RequestError, "mode", request.mode, "Mode.SPECULATIVE or Mode.PLAIN")
     if not isinstance(request.sampling, Sampling):
         raise field_error(RequestError, "sampling", request.sampling, "a Sampling")
-    most = _integer(request.max_new_tokens, "max_new_tokens", 1)
-    least = _integer(request.min_new_tokens, "min_new_tokens", 0)
+    most = check_integer("max_new_tokens", request.max_new_tokens, ">= 1", 1)
+    least = check_integer("min_new_tokens", request.min_new_tokens, ">= 0", 0)
     if least > most:
         raise field_error(RequestError, "min_new_tokens", least, f"at most max_new_tokens, {most}")
+    check_flag("chat", request.chat)
+    if not isinstance(request.system, str | None):
+        raise field_error(RequestError, "system", request.system, "a text, or None")
     request.sampling.check(manifest.target.vocab_size)
     ids = prompt_ids(request, manifest, codec, max_length)
     given = manifest.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
@@ -116,12 +120,12 @@ def prompt_ids(request: Request, manifest: Manifest, codec: TextCodec | None, ma
         RequestError: it is empty, too long, or no prompt.
     """
     prompt: Any = request.prompt
-    if not isinstance(prompt, str) and not isinstance(prompt, Sequence) and not hasattr(prompt, "__array__"):
+    if not isinstance(prompt, str) and (isinstance(prompt, _BINARY) or not _is_row(prompt)):
         raise field_error(RequestError, "prompt", prompt, "a text, token ids or chat messages")
     messages = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if isinstance(prompt, str) or messages:
         if codec is None:
-            raise RequestError("prompt: got text, but this bundle has no tokenizer; give token ids")
+            raise RequestError("prompt: got text, but this bundle has no tokenizer; give token ids (`--ids`)")
         if messages:
             ids = codec.encode_chat(prompt, request.system)
         else:
@@ -144,8 +148,18 @@ def prompt_ids(request: Request, manifest: Manifest, codec: TextCodec | None, ma
     return ids
 
 
+_BINARY = bytes | bytearray | memoryview  # rows of numbers, but hardly meant to be token ids
+
+
+def _is_row(value: Any) -> bool:
+    """Whether it is a sequence, or an array of one axis."""
+    return isinstance(value, Sequence) or len(getattr(value, "shape", ())) == 1
+
+
 def _checked(ids: Sequence[int], what: str, manifest: Manifest) -> list[int]:
     rows = manifest.target.embedding_rows
+    if not _is_row(ids) and not isinstance(ids, Set):
+        raise field_error(RequestError, what, ids, "token ids")
     checked = []
     for index, token in enumerate(ids):
         try:
@@ -156,13 +170,3 @@ def _checked(ids: Sequence[int], what: str, manifest: Manifest) -> list[int]:
             raise field_error(RequestError, f"{what}[{index}]", token, f"a token id, 0 <= id < {rows}")
         checked.append(value)
     return checked
-
-
-def _integer(value: int, what: str, least: int) -> int:
-    try:
-        found = operator.index(value)
-    except TypeError:
-        found = least - 1
-    if found < least:
-        raise field_error(RequestError, what, value, f">= {least}")
-    return found

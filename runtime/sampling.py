@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from types import MappingProxyType
 
-import numpy as np
-
 from ..bundle.errors import RequestError, field_error
+from .checks import check_integer, check_number
 
 
 @dataclass(frozen=True)
@@ -79,48 +76,32 @@ class Sampling:
         Raises:
             RequestError: names the setting, what it is and what it may be.
         """
-        _check_number("temperature", self.temperature, "a finite number >= 0", lambda x: x >= 0.0)
+        check_number("temperature", self.temperature, "a finite number >= 0", lambda x: x >= 0.0)
         if self.top_k is not None:
-            _check_integer("top_k", self.top_k, "an integer >= 1, or None for no limit", low=1)
-        _check_number("top_p", self.top_p, "0 < top_p <= 1", lambda x: 0.0 < x <= 1.0)
-        _check_number("min_p", self.min_p, "0 <= min_p <= 1", lambda x: 0.0 <= x <= 1.0)
-        _check_number(
+            check_integer("top_k", self.top_k, "an integer >= 1, or None for no limit", low=1)
+        check_number("top_p", self.top_p, "0 < top_p <= 1", lambda x: 0.0 < x <= 1.0)
+        check_number("min_p", self.min_p, "0 <= min_p <= 1", lambda x: 0.0 <= x <= 1.0)
+        check_number(
             "repetition_penalty", self.repetition_penalty, "0.01 to 100", lambda x: 0.01 <= x <= 100.0
         )
         for name in ("presence_penalty", "frequency_penalty"):
-            _check_number(name, getattr(self, name), "-2 to 2", lambda x: -2.0 <= x <= 2.0)
+            check_number(name, getattr(self, name), "-2 to 2", lambda x: -2.0 <= x <= 2.0)
         _check_bias(self.logit_bias, vocab_size)
         if self.seed is not None:
             expected = "an integer of 64 bits, or None for a fresh one"
-            _check_integer("seed", self.seed, expected, low=-(2**63), high=2**64 - 1)
+            check_integer("seed", self.seed, expected, low=-(2**63), high=2**64 - 1)
         if self.logprobs is not None:
             expected = f"0 to {vocab_size} (the vocabulary), or None for none"
-            _check_integer("logprobs", self.logprobs, expected, low=0, high=vocab_size)
-
-
-def _check_number(what: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and fits(value)):  # type: ignore[arg-type]
-        raise field_error(RequestError, what, value, expected)
-
-
-def _check_integer(what: str, value: object, expected: str, low: int, high: int | None = None) -> None:
-    if not (
-        isinstance(value, (int, np.integer))
-        and not isinstance(value, bool)
-        and low <= value
-        and (high is None or value <= high)
-    ):
-        raise field_error(RequestError, what, value, expected)
+            check_integer("logprobs", self.logprobs, expected, low=0, high=vocab_size)
 
 
 def _check_bias(bias: object, vocab_size: int) -> None:
     if not isinstance(bias, Mapping):
         raise field_error(RequestError, "logit_bias", bias, "a mapping from token ids to numbers")
     for token, value in bias.items():
-        _check_integer(
+        check_integer(
             "logit_bias", token, f"token ids, 0 to {vocab_size - 1}, as keys", low=0, high=vocab_size - 1
         )
-        _check_number(
+        check_number(
             f"logit_bias[{token}]", value, "a number of at most 1e30 in size", lambda x: abs(x) <= 1e30
         )

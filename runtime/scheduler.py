@@ -117,19 +117,23 @@ class Scheduler:
         """
         lane = self._pair.lanes[len(self.running)]
         lane.recorder = job.recorder
-        if saved is not None and tokens:
-            # The draft takes the target's features in order: both begin at the same token.
-            tokens = min(tokens, saved.target_length, saved.draft_length if job.speculative else tokens)
-            self._pair.load(lane, saved, tokens)
-            job.recorder.cached_tokens = tokens
         fixed = self._rows
 
         def rows_now() -> int:
             return self._policy.rows(len(self.running)) if job.rows_are_free else fixed
 
         loop = request_loop(job, lane, self._info, self._prefill_rows, rows_now)
-        running = Running(job, sink, keep, lane, loop)
+        running = Running(job, sink, keep, lane, loop, served=self._cycles)
         self.running.append(running)
+        if saved is not None and tokens:
+            # The draft takes the target's features in order: both begin at the same token.
+            tokens = min(tokens, saved.target_length, saved.draft_length if job.speculative else tokens)
+            try:
+                self._pair.load(lane, saved, tokens)
+            except EngineError as error:
+                self._fail(running, error)
+                return running
+            job.recorder.cached_tokens = tokens
         self._send(running, None)
         return running
 
@@ -139,13 +143,29 @@ class Scheduler:
             running.loop.close()
             self._end(running, finish)
 
-    def abandon(self, running: Running, error: Exception) -> None:
-        """End a request in an error. Harmless if it has ended."""
-        if running.asked is not None:
-            self._fail(running, error)
+    def abandon(self, error: Exception) -> None:
+        """End all requests in an error, and clean all lanes: nobody knows what they hold.
+
+        Raises:
+            Exception: they cannot be cleaned. Nothing else may be called then but `close`.
+        """
+        for running in self.running:
+            if running.asked is not None:
+                self._fail(running, error)
+        self.running = []
+        for lane in self._pair.lanes:
+            self._pair.free(lane)
+
+    def close(self) -> None:
+        """Free the caches. Nothing runs any more."""
+        self._pair.close()
 
     def cycle(self) -> None:
-        """Run one round of every request. Errors end requests, not the cycle."""
+        """Run one round of every request. An error of an engine ends requests, not the cycle.
+
+        Raises:
+            Exception: a bug, or the lanes cannot be cleaned: then nothing else can run.
+        """
         self._cycles += 1
         self._draft(self._asking(lambda asked: isinstance(asked, DraftPass)))
         self._prefill()
@@ -169,32 +189,40 @@ class Scheduler:
             self._send(running, reply)
 
     def _prefill(self) -> None:
-        others = bool(self._asking(_is_verify))
-        left = self._cycle_prefill_rows
-        for group in sorted(self._prefill_groups(), key=lambda group: group[0].served):
-            if others and left <= 0:
-                return
+        """Compute a part of each prompt that waits, who waits longest first, as many as may be."""
+        waiting = sorted(self._asking(_is_prefill), key=lambda running: running.served)
+        left = self._cycle_prefill_rows if self._asking(_is_verify) else None
+        first = True
+        while waiting and (first or left is None or _rows(waiting[0]) <= left):
+            group = self._prefill_group(waiting, left)
+            waiting = [running for running in waiting if running not in group]
+            first = False
             for running in group:
                 running.served = self._cycles
-            left -= sum(len(r.asked.ids) for r in group if isinstance(r.asked, TargetPass))
+            if left is not None:
+                left -= sum(map(_rows, group))
             self._target(group)
             # Their features are still where the target left them.
-            self._draft([r for r in group if isinstance(r.asked, DraftPass)])
+            self._draft([running for running in group if isinstance(running.asked, DraftPass)])
 
-    def _prefill_groups(self) -> list[list[Running]]:
-        """Requests in neighbouring lanes whose next parts are about equally long, and have room for it."""
-        groups: list[list[Running]] = []
-        for running in self._asking(_is_prefill):
-            rows = _rows(running)
-            last = groups[-1][-1] if groups else None
-            if last is not None and last.lane.index + 1 == running.lane.index:
-                both = [_rows(r) for r in groups[-1]] + [rows]
-                room = min(r.lane.target.capacity - r.lane.target.committed for r in [*groups[-1], running])
-                if max(both) * len(both) <= _MAX_PADDING * sum(both) and max(both) <= room:
-                    groups[-1].append(running)
-                    continue
-            groups.append([running])
-        return groups
+    def _prefill_group(self, waiting: Sequence[Running], left: int | None) -> list[Running]:
+        """The first one, and those in neighbouring lanes whose parts are about as long and have room."""
+        group = [waiting[0]]
+        by_lane = {running.lane.index: running for running in waiting}
+        for step in (1, -1):
+            index = group[0].lane.index + step
+            while index in by_lane and self._joins(group, by_lane[index], left):
+                group.append(by_lane[index])
+                index += step
+        return group
+
+    def _joins(self, group: Sequence[Running], running: Running, left: int | None) -> bool:
+        rows = [_rows(one) for one in [*group, running]]
+        room = min(one.lane.target.capacity - one.lane.target.committed for one in [*group, running])
+        padded = max(rows) * len(rows)
+        return (
+            padded <= _MAX_PADDING * sum(rows) and max(rows) <= room and (left is None or sum(rows) <= left)
+        )
 
     def _verify(self) -> None:
         some = self._asking(_is_verify)
@@ -245,9 +273,14 @@ class Scheduler:
 
     def _end(self, running: Running, finish: FinishReason) -> None:
         running.asked = None
-        stats = running.stats()
-        kept = self._pair.save(running.lane) if running.keep else None
-        running.sink.end(finish, stats, kept)
+        kept = None
+        if running.keep:
+            try:
+                self._pair.catch_up(running.lane)
+                kept = self._pair.save(running.lane)
+            except (EngineError, MemoryError) as error:  # the answer is there all the same
+                logger.warning("a session's cache is lost: %s", error)
+        running.sink.end(finish, running.stats(), kept)
 
     def _fail(self, running: Running, error: Exception) -> None:
         running.asked = None
@@ -257,9 +290,9 @@ class Scheduler:
     def settle(self) -> None:
         """Free the lanes of requests that ended, and let those that run have the first ones."""
         ended = [running for running in self.running if running.asked is None]
-        self.running = [running for running in self.running if running.asked is not None]
         for running in ended:
             self._pair.free(running.lane)
+        self.running = [running for running in self.running if running.asked is not None]
         holes = [r.lane for r in ended if r.lane.index < len(self.running)]
         for running in self.running:
             if running.lane.index >= len(self.running):

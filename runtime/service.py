@@ -3,57 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import math
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic, perf_counter
 from types import TracebackType
 from typing import Any, Unpack
 
-from ..bundle.errors import BusyError, RequestError, field_error
-from ..bundle.limits import ShapeLimits
+from ..bundle.errors import DflashError, EngineError, RequestError
 from .accept import FinishReason
-from .calibrate import calibrate
+from .checks import check_number
 from .decoder import Decoder, Generation
 from .kept import Kept, KeptStore
-from .pair import Pair, Saved, prefill_rows
-from .policy import AdaptiveRows, FixedRows, RowPolicy
+from .pair import Saved
 from .request import MAX_NEW_TOKENS, Prompt, Request, RequestOptions, job_from_request
-from .scheduler import Scheduler
+from .request_queue import RequestQueue
+from .service_settings import ServiceSettings as ServiceSettings  # callers look for it here
+from .service_settings import scheduler_from_settings
 from .service_stats import ServiceBooks, ServiceStats
+from .session import Session
 from .stats import GenerationStats
-from .text import Message
 from .ticket import Entry, Ticket
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class ServiceSettings:
-    """How a service works.
-
-    Attributes:
-        max_requests: most requests that run at once; each has a part of the caches.
-        max_waiting: most requests that wait; one more is refused with BusyError.
-        max_length: longest sequence in tokens, prompt and output; None takes the bundle's. Caches are
-            allocated for it, for each of `max_requests`.
-        kv_budget_bytes: most memory for keys and values, of running requests and of sessions between their
-            requests; None allows the sessions together as much as the running ones.
-        verify_rows: rows the target verifies in a round; None chooses for each round what promises the most
-            tokens. Requests with a temperature have a fixed number in any case: all proposals, or this.
-        prefill_rows: most rows of prompts computed in one cycle while other requests wait for their round.
-    """
-
-    max_requests: int = 8
-    max_waiting: int = 64
-    max_length: int | None = None
-    kv_budget_bytes: int | None = None
-    verify_rows: int | None = None
-    prefill_rows: int = 128
+_CLOSED = "service: is closed; open the bundle again"
 
 
 class Service:
@@ -62,78 +41,46 @@ class Service:
     Close it, or use it as a context manager: its thread keeps it alive.
     """
 
-    def __init__(self, decoder: Decoder, settings: ServiceSettings | None = None, own: bool = False):
+    def __init__(
+        self,
+        decoder: Decoder,
+        settings: ServiceSettings | None = None,
+        own: bool = False,
+        start: bool = True,
+    ):
         """Start a service over the engines of a decoder.
 
         Args:
             decoder: open. It may be used beside the service, but not by a thread that minds waiting.
             settings: None takes the defaults.
             own: close the decoder with the service.
+            start: begin at once, in a thread. Without it nothing runs but what a test does by `_round`.
 
         Raises:
             RequestError: a setting is out of range, or the caches do not fit into the budget.
             EngineError: there is no memory for the caches.
         """
         settings = settings or ServiceSettings()
-        for name, least in (("max_requests", 1), ("max_waiting", 0), ("prefill_rows", 1)):
-            if getattr(settings, name) < least:
-                raise field_error(RequestError, name, getattr(settings, name), f">= {least}")
         self.decoder = (
             decoder if settings.max_length is None else decoder.with_settings(max_length=settings.max_length)
         )
         self.settings = settings
-        self._own = own
-        manifest, exact = self.decoder.manifest, self.decoder.settings.exact
         self.max_length = self.decoder.settings.max_length
-        target, draft = self.decoder.runners
-        fixed = target.limits
-        if fixed is not None and settings.max_requests > fixed.batch:
-            raise field_error(
-                RequestError,
-                "max_requests",
-                settings.max_requests,
-                f"at most {fixed.batch}, the batch that the engines were built for",
-                "build them again with a larger --max-batch",
-            )
-        limits = ShapeLimits.from_manifest(manifest, self.max_length)
-        capacity = limits.capacity if fixed is None else fixed.capacity
-        lanes = settings.max_requests
-        self._lanes_bytes = sum(m.cache.bytes(lanes, capacity) for m in (manifest.target, manifest.draft))
-        budget = 2 * self._lanes_bytes if settings.kv_budget_bytes is None else settings.kv_budget_bytes
-        if budget < self._lanes_bytes:
-            raise field_error(
-                RequestError,
-                "kv_budget_bytes",
-                budget,
-                f">= {self._lanes_bytes}, for {lanes} requests of {self.max_length} tokens",
-                "lower max_requests or max_length",
-            )
-        most = manifest.draft.proposals + 1
-        rows = most if settings.verify_rows is None else settings.verify_rows
-        if not 1 <= rows <= most:
-            raise field_error(RequestError, "verify_rows", rows, f"1 to {most} (anchor and proposals)")
-        policy: RowPolicy = AdaptiveRows(most, exact) if settings.verify_rows is None else FixedRows(rows)
-        pair = Pair(manifest, target, draft, capacity, lanes, exact)
-        if settings.verify_rows is None:
-            calibrate(pair, manifest.draft, policy)
-        self._scheduler = Scheduler(
-            pair,
-            manifest.draft,
-            prefill_rows(fixed, settings.prefill_rows),
-            settings.prefill_rows,
-            policy,
-            rows,
-        )
-        self._wake = threading.Condition()
-        self._waiting: deque[Entry] = deque()
-        self._entries: list[Entry] = []  # that run
-        self._kept = KeptStore(budget - self._lanes_bytes)
+        self._own = own
+        self._scheduler, self._lanes_bytes, kept_bytes = scheduler_from_settings(self.decoder, settings)
+        self._queue = RequestQueue(settings.max_requests, settings.max_waiting)
         self._books = ServiceBooks()
-        self._closing = False
-        self._session_keys = itertools.count()
+        self._kept = KeptStore(kept_bytes)
         self._sessions: set[int] = set()
-        self._thread = threading.Thread(target=self._work, name="dflash-service", daemon=True)
-        self._thread.start()
+        self._session_keys = itertools.count()
+        self._sessions_lock = threading.Lock()  # of these three; no other lock is taken inside
+        self._dropped: deque[int] = deque()  # sessions that were dropped and not closed
+        self._broken: DflashError | None = None
+        self._finished = threading.Lock()
+        self._thread: threading.Thread | None = None
+        if start:
+            self._thread = threading.Thread(target=self._work, name="dflash-service", daemon=True)
+            self._thread.start()
 
     @classmethod
     def open(cls, bundle: str | Path, settings: ServiceSettings | None = None, **options: Any) -> Service:
@@ -171,14 +118,18 @@ class Service:
             prompt: see `Request.prompt`.
             max_new_tokens: see `Request`.
             deadline_s: seconds from now after which it ends where it is, with `FinishReason.DEADLINE`.
-            wait_s: seconds to wait for room in the queue.
+            wait_s: seconds to wait for room in the queue, in the order in which callers came; no longer than
+                `deadline_s`.
             options: the other fields of `Request`.
 
         Raises:
-            RequestError: it cannot be served.
+            RequestError: it cannot be served, or the service is closed.
             BusyError: there is no room in the queue.
+            EngineError: the service has stopped, because its engines cannot be used any more.
         """
-        return self._submit(Request(prompt, max_new_tokens, **options), None, deadline_s, wait_s)
+        entry = self._entry(Request(prompt, max_new_tokens, **options), None, deadline_s, wait_s)
+        self._queue.join(entry, wait_s)
+        return Ticket(entry, self._cancel)
 
     async def submit_async(
         self,
@@ -190,165 +141,164 @@ class Service:
         **options: Unpack[RequestOptions],
     ) -> Ticket:
         """`submit`, without blocking the event loop while the prompt is tokenised or the queue is full."""
-        return await asyncio.to_thread(
-            self.submit, prompt, max_new_tokens, deadline_s=deadline_s, wait_s=wait_s, **options
-        )
+        request = Request(prompt, max_new_tokens, **options)
+        entry = await asyncio.to_thread(self._entry, request, None, deadline_s, wait_s)
+        await self._queue.join_async(entry, wait_s)
+        return Ticket(entry, self._cancel)
 
     def generate(
         self, prompt: Prompt, max_new_tokens: int = MAX_NEW_TOKENS, **options: Unpack[RequestOptions]
     ) -> Generation:
         """Submit and wait for the whole answer; waits as long as it takes for room in the queue."""
-        return self.submit(prompt, max_new_tokens, wait_s=threading.TIMEOUT_MAX, **options).result()
+        return self.submit(prompt, max_new_tokens, wait_s=math.inf, **options).result()
 
     def session(self) -> Session:
         """Begin a conversation whose requests reuse what they have in common with the one before."""
-        with self._wake:
+        self._forget_dropped()
+        with self._sessions_lock:
             key = next(self._session_keys)
             self._sessions.add(key)
         return Session(self, key)
 
+    # What `Session` and `Ticket` need.
+
+    def _entry(self, request: Request, session: int | None, deadline_s: float | None, wait_s: float) -> Entry:
+        """Make a request ready for the queue."""
+        if deadline_s is not None:
+            check_number("deadline_s", deadline_s, "> 0", lambda x: x > 0.0)
+        if wait_s != math.inf:
+            check_number("wait_s", wait_s, ">= 0", lambda x: x >= 0.0)
+        decoder = self.decoder
+        job = job_from_request(request, decoder.manifest, decoder.codec, self.max_length)
+        return Entry(job, session, deadline_s, self._ended)
+
+    def _cancel(self, entry: Entry) -> None:
+        entry.cancelled = True  # if it runs, the thread sees the mark before the next round
+        if self._queue.leave(entry):
+            self._never_ran(entry)
+
+    def _wait_for_end(self, entry: Entry) -> None:
+        """Wait until a cancelled request has ended: a round at most."""
+        if self._thread is None:
+            self._round()
+            return
+        with entry.changed:
+            entry.changed.wait_for(lambda: entry.ended)
+
     def _forget(self, key: int) -> None:
-        with self._wake:
+        """Free what a session has kept."""
+        with self._sessions_lock:
             self._sessions.discard(key)
             self._kept.drop(key)
 
-    def _submit(
-        self, request: Request, session: int | None, deadline_s: float | None, wait_s: float
-    ) -> Ticket:
-        if deadline_s is not None and not deadline_s > 0:
-            raise field_error(RequestError, "deadline_s", deadline_s, "> 0")
-        decoder = self.decoder
-        job = job_from_request(request, decoder.manifest, decoder.codec, self.max_length)
-        entry = Entry(job, session, deadline_s, self._ended)
-        with self._wake:
-            self._wake.wait_for(lambda: self._closing or self._has_room(), wait_s)
-            if self._closing:
-                raise RequestError("service: is closed; open the bundle again")
-            if not self._has_room():
-                self._books.refused()
-                raise BusyError(
-                    f"service: {len(self._entries)} requests run and {len(self._waiting)} wait, which is all "
-                    "it takes; try again later, wait with wait_s, or raise max_requests or max_waiting"
-                )
-            self._waiting.append(entry)
-            self._books.submitted()
-            self._wake.notify_all()
-        return Ticket(entry, self._cancel)
-
-    def _has_room(self) -> bool:
-        free = self.settings.max_requests - len(self._entries)
-        return len(self._waiting) < free + self.settings.max_waiting
-
-    def _cancel(self, entry: Entry) -> None:
-        if entry.ended:
-            return
-        with self._wake:
-            entry.cancelled = True
-            if entry not in self._waiting:
-                return  # it runs: the thread sees the mark before the next round
-            self._waiting.remove(entry)
-            self._wake.notify_all()
-        self._never_ran(entry, FinishReason.CANCELLED)
-
-    def _never_ran(self, entry: Entry, finish: FinishReason) -> None:
-        if not entry.ended:
-            entry.end(finish, entry.job.recorder.stats(0, 0), None)
+    def _forget_dropped(self) -> None:
+        with contextlib.suppress(IndexError):  # several threads may do this
+            while True:
+                self._forget(self._dropped.popleft())
 
     # The thread.
 
     def _work(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._closing or self._waiting or self._entries)
-                if self._closing:
-                    break
-            try:
+        try:
+            while self._queue.wait_for_work():
                 self._round()
-            except Exception as error:  # a bug; the requests end, the service goes on
-                logger.exception("a round failed")
-                for entry in [*self._entries]:
-                    if entry.running is not None:
-                        self._scheduler.abandon(entry.running, error)
-                self._scheduler.settle()
-                self._after_round()
-        for entry in [*self._entries]:
-            if entry.running is not None:
-                self._scheduler.stop(entry.running, FinishReason.CANCELLED)
-        with self._wake:
-            left, self._waiting = [*self._waiting], deque()
-        for entry in left:
-            self._never_ran(entry, FinishReason.CANCELLED)
+        finally:
+            self._queue.close(RequestError(_CLOSED))
+            self._finish()
 
     def _round(self) -> None:
+        """Let requests leave and join, and run one round of all. Errors end requests, not the thread."""
+        try:
+            self._turn()
+        except Exception as error:  # a bug: nobody knows what the lanes hold
+            logger.exception("a round failed, all requests in it end")
+            try:
+                self._scheduler.abandon(error)
+                for entry in [*self._queue.running]:  # was about to get a lane
+                    entry.fail(error, entry.job.recorder.stats(0, 0))
+            except Exception as worse:
+                logger.exception("the service stops")
+                self._broken = EngineError(
+                    f"service: has stopped, its engines failed ({worse}); open another"
+                )
+                self._queue.close(self._broken)
+
+    def _turn(self) -> None:
         now = monotonic()
-        for entry in self._entries:
-            late = entry.expires is not None and now >= entry.expires
-            if (entry.cancelled or late) and entry.running is not None:
-                finish = FinishReason.CANCELLED if entry.cancelled else FinishReason.DEADLINE
+        for entry in [*self._queue.running]:
+            finish = entry.over(now)
+            if finish is not None and entry.running is not None:
                 self._scheduler.stop(entry.running, finish)
-        with self._wake:
-            over = [e for e in self._waiting if e.cancelled or (e.expires is not None and now >= e.expires)]
-            for entry in over:
-                self._waiting.remove(entry)
-        for entry in over:
-            finish = FinishReason.CANCELLED if entry.cancelled else FinishReason.DEADLINE
-            self._never_ran(entry, finish)
+        for entry in self._queue.leave_over(now):
+            self._never_ran(entry, entry.over(now))
+        self._forget_dropped()
         self._scheduler.settle()
-        self._after_round()
         self._admit()
-        if self._entries:
+        requests = len(self._queue.running)
+        if requests:
             began = perf_counter()
             self._scheduler.cycle()
-            self._books.cycle(len(self._entries), (perf_counter() - began) * 1000.0)
-            self._after_round()
+            self._books.cycle(requests, (perf_counter() - began) * 1000.0)
 
     def _admit(self) -> None:
-        while self._scheduler.free_lanes:
-            with self._wake:
-                if not self._waiting:
-                    return
-                entry = self._waiting.popleft()
-                self._entries.append(entry)
-                self._wake.notify_all()
-            job = entry.job
+        while self._scheduler.free_lanes and (entry := self._queue.take()) is not None:
+            job, kept = entry.job, None
             job.recorder.queue_ms = (perf_counter() - entry.submitted) * 1000.0
-            kept = None
             if entry.session is not None:
-                with self._wake:
+                with self._sessions_lock:
                     kept = self._kept.get(entry.session)
-            entry.running = self._scheduler.admit(
+            running = self._scheduler.admit(
                 job,
                 entry,
                 keep=entry.session is not None,
                 saved=None if kept is None else kept.saved,
                 tokens=0 if kept is None else kept.common(job.prompt),
             )
+            if not entry.ended:
+                entry.running = running
 
-    def _after_round(self) -> None:
-        """Forget requests that ended, and let those who wait for room know."""
-        with self._wake:
-            going = [entry for entry in self._entries if not entry.ended]
-            if len(going) != len(self._entries):
-                self._entries = going
-                self._wake.notify_all()
+    def _never_ran(self, entry: Entry, finish: FinishReason | None = None) -> None:
+        stats = entry.job.recorder.stats(0, 0)
+        if self._broken is not None:
+            entry.fail(self._broken, stats)
+        else:
+            entry.end(finish or FinishReason.CANCELLED, stats, None)
 
     def _ended(self, entry: Entry, stats: GenerationStats, kept: Saved | None) -> None:
-        """A request ended; in the thread, or where one was cancelled that never ran."""
-        entry.running = None
-        self._books.ended(entry.result, stats)
+        """A request ended: in the thread, or where one was cancelled that never ran."""
+        with self._queue.changed:
+            self._queue.ended(entry)
+            self._books.ended(entry.result, stats)
         if kept is not None and entry.result is not None and entry.session is not None:
-            with self._wake:
+            with self._sessions_lock:
                 if entry.session in self._sessions:
                     self._kept.put(entry.session, Kept((*entry.job.prompt, *entry.result.ids), kept))
+
+    def _finish(self) -> None:
+        """End what is left, and free the caches. Nobody comes any more."""
+        for entry in [*self._queue.running]:
+            if entry.running is not None and self._broken is None:
+                entry.running.keep = False
+                self._scheduler.stop(entry.running, FinishReason.CANCELLED)
+            else:
+                self._never_ran(entry)
+        while (waiting := self._queue.take()) is not None:
+            self._never_ran(waiting)
+        with self._sessions_lock:
+            self._sessions.clear()
+            self._kept.clear()
+        self._scheduler.close()
 
     # Figures, and the end.
 
     def stats(self) -> ServiceStats:
         """Figures since the start."""
-        with self._wake:
+        with self._queue.changed, self._sessions_lock:
             return self._books.stats(
-                running=len(self._entries),
-                waiting=len(self._waiting),
+                submitted=self._queue.entered,
+                refused=self._queue.refused,
+                running=len(self._queue.running),
+                waiting=len(self._queue.waiting),
                 lanes_bytes=self._lanes_bytes,
                 kept_bytes=self._kept.bytes,
                 kept_sessions=len(self._kept),
@@ -369,10 +319,11 @@ class Service:
 
     def close(self) -> None:
         """End all requests and free the caches. Harmless twice, and while streams are read."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify_all()
-        if threading.current_thread() is not self._thread:
+        self._queue.close(RequestError(_CLOSED))
+        if self._thread is None:
+            if self._finished.acquire(blocking=False):
+                self._finish()
+        elif threading.current_thread() is not self._thread:
             self._thread.join()
         if self._own:
             self.decoder.close()
@@ -383,79 +334,4 @@ class Service:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-
-class Session:
-    """A conversation: requests one after the other. What one has in common with the last is not computed.
-
-    Attributes:
-        messages: the conversation that `send` keeps. Edit it as you like between requests.
-    """
-
-    def __init__(self, service: Service, key: int):
-        self._service = service
-        self._key = key
-        self._last: Ticket | None = None
-        self._closed = False
-        self.messages: list[Message] = []
-        self._answers: Ticket | None = None
-
-    def submit(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int = MAX_NEW_TOKENS,
-        *,
-        deadline_s: float | None = None,
-        wait_s: float = 0.0,
-        **options: Unpack[RequestOptions],
-    ) -> Ticket:
-        """Submit the whole conversation so far; see `Service.submit`. `messages` are not touched.
-
-        Raises:
-            RequestError: the request before it has not ended, or the session is closed.
-        """
-        if self._closed:
-            raise RequestError("session: is closed; begin another")
-        if self._last is not None and not self._last.done:
-            raise RequestError("session: its last request has not ended; read it to its end or cancel it")
-        request = Request(prompt, max_new_tokens, **options)
-        self._last = self._service._submit(request, self._key, deadline_s, wait_s)
-        return self._last
-
-    def send(
-        self, text: str, max_new_tokens: int = MAX_NEW_TOKENS, **options: Unpack[RequestOptions]
-    ) -> Ticket:
-        """Add a user's message to the conversation and ask for the answer.
-
-        What was delivered of the last answer is added to the conversation first.
-        """
-        messages = [*self.settled(), {"role": "user", "content": text}]
-        ticket = self.submit(messages, max_new_tokens, **options)
-        self.messages, self._answers = messages, ticket
-        return ticket
-
-    def settled(self) -> Sequence[Message]:
-        """The conversation with the last answer in it, as far as it was delivered."""
-        if self._answers is not None and self._answers.done:
-            try:
-                answer = self._answers.result()
-            except Exception:  # it failed: nothing of it is part of the conversation
-                self.messages = self.messages[:-1]
-            else:
-                self.messages = [*self.messages, {"role": "assistant", "content": answer.text}]
-            self._answers = None
-        return self.messages
-
-    def close(self) -> None:
-        """Cancel what runs, and free what is kept. Harmless twice."""
-        self._closed = True
-        if self._last is not None:
-            self._last.cancel()
-        self._service._forget(self._key)
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
         self.close()

@@ -96,16 +96,6 @@ class ServiceBooks:
         self._accepted: list[int] = []
         self._last_draft_failure: str | None = None
 
-    def submitted(self) -> None:
-        """A request was taken."""
-        with self._lock:
-            self._sums["submitted"] += 1
-
-    def refused(self) -> None:
-        """A request was refused for want of room."""
-        with self._lock:
-            self._sums["refused"] += 1
-
     def cycle(self, requests: int, took_ms: float) -> None:
         """A round of so many requests took so long."""
         with self._lock:
@@ -136,6 +126,8 @@ class ServiceBooks:
     def stats(
         self,
         *,
+        submitted: int,
+        refused: int,
         running: int,
         waiting: int,
         lanes_bytes: int,
@@ -151,6 +143,8 @@ class ServiceBooks:
                 proposed=tuple(self._proposed),
                 accepted=tuple(self._accepted),
                 last_draft_failure=self._last_draft_failure,
+                submitted=submitted,
+                refused=refused,
                 running=running,
                 waiting=waiting,
                 lanes_bytes=lanes_bytes,
@@ -168,6 +162,6 @@ class ServiceBooks:
 
 
 _COUNTS = ("prompt_tokens", "cached_tokens", "new_tokens", "rounds", "draft_failures")
-_OWN_COUNTS = ("submitted", "refused", "failed", "with_tokens", "cycles", "cycle_requests")
+_OWN_COUNTS = ("failed", "with_tokens", "cycles", "cycle_requests")
 _REQUEST_TIMES = ("queue_ms", "first_token_ms", "prefill_ms", "draft_ms", "verify_ms")
 _TIMES = (*_REQUEST_TIMES, "busy_ms")

@@ -9,7 +9,7 @@ cut into tokens and blocks makes no difference.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..bundle.errors import RequestError, field_error
@@ -27,6 +27,8 @@ def stop_strings_from(given: str | Sequence[str] | None) -> tuple[str, ...]:
     """
     if given is None:
         return ()
+    if not isinstance(given, Iterable):
+        raise field_error(RequestError, "stop", given, "a string, or several")
     strings = (given,) if isinstance(given, str) else tuple(given)
     if len(strings) > MAX_STOP_STRINGS:
         raise field_error(RequestError, "stop", len(strings), f"at most {MAX_STOP_STRINGS} strings")

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from time import monotonic, perf_counter
 from typing import Any
 
-from ..bundle.errors import RequestError
+from ..bundle.errors import DflashError, RequestError
 from .accept import FinishReason
 from .decoder import Answer, Chunk, Generation
 from .loop import Job, Step
@@ -52,6 +52,12 @@ class Entry:
         self._watched = False
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
+    def over(self, now: float) -> FinishReason | None:
+        """Why it is to end before its time, if it is. `now` is `monotonic`."""
+        if self.cancelled:
+            return FinishReason.CANCELLED
+        return FinishReason.DEADLINE if self.expires is not None and now >= self.expires else None
+
     # The service's thread.
 
     def step(self, step: Step) -> None:
@@ -74,14 +80,19 @@ class Entry:
             for step in self._steps:
                 answer.add(step)
             self.result = answer.generation(finish, stats)
-            self._on_end(self, stats, kept)
-            self._tell()
+            self._end(stats, kept)
 
     def fail(self, error: Exception, stats: GenerationStats) -> None:
         """See `scheduler.Sink`."""
         with self.changed:
             self.error = error
-            self._on_end(self, stats, None)
+            self._end(stats, None)
+
+    def _end(self, stats: GenerationStats, kept: Saved | None) -> None:
+        self.running = None
+        try:
+            self._on_end(self, stats, kept)
+        finally:
             self._tell()
 
     def _tell(self) -> None:
@@ -107,8 +118,14 @@ class Entry:
             self._read += 1
             return self._unread.popleft()
         if self.error is not None:
-            raise self.error
+            raise self.own_error()
         return None
+
+    def own_error(self) -> Exception:
+        """What it ended in, for one raise: others ended in the same, and tracebacks hold on to memory."""
+        error = self.error
+        assert error is not None
+        return type(error)(*error.args) if isinstance(error, DflashError) else error
 
     def wait_in(self, loop: asyncio.AbstractEventLoop) -> asyncio.Event:
         """An event that is set in `loop` when something changes. Holds the lock."""
@@ -156,13 +173,15 @@ class Ticket(Iterator[Chunk]):
         """
         entry = self._entry
         with entry.changed:
-            if not entry.changed.wait_for(lambda: entry.ended, timeout_s):
+            if not entry.changed.wait_for(
+                lambda: entry.ended, None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX / 2)
+            ):
                 raise TimeoutError(f"the request has not ended within {timeout_s} s")
             return self._ended()
 
     def _ended(self) -> Generation:
         if self._entry.error is not None:
-            raise self._entry.error
+            raise self._entry.own_error()
         if self._entry.result is None:
             raise RequestError("result: the request has not ended")
         return self._entry.result
@@ -183,7 +202,7 @@ class Ticket(Iterator[Chunk]):
                 else:
                     await event.wait()
         finally:
-            self.cancel()
+            entry.cancelled = True  # a mark, as in `__del__`: a generator may be closed anywhere, too
 
     async def wait(self) -> Generation:
         """Wait for the end without blocking the event loop; a cancelled task cancels the request.
@@ -200,7 +219,7 @@ class Ticket(Iterator[Chunk]):
                     event = entry.wait_in(asyncio.get_running_loop())
                 await event.wait()
         finally:
-            self.cancel()
+            entry.cancelled = True
 
     def __enter__(self) -> Ticket:
         return self

@@ -14,6 +14,7 @@ from ..bundle.errors import EngineError
 from ..bundle.manifest import EngineFlag, EngineInfo
 from ..bundle.tensors import GraphIO
 from .cuda_device import Device, Memory
+from .kernel_cache import kernel_file, load_kernels, save_kernels
 from .trt_graphs import CudaGraphs, GraphStore
 from .trt_interface import check_interface
 from .trt_library import TrtLibrary
@@ -64,6 +65,7 @@ class Contexts:
         # A pass that streams weights waits for them, and a graph cannot wait.
         streams = self._guarded(self._stream_weights)
         self.graphs = GraphStore(device, self._name, CudaGraphs.OFF if streams else cuda_graphs)
+        self._kernels_file = kernel_file(built, device.gpu.compute_capability)
         self._kernels = self._guarded(self._runtime_cache)
         self._working = self._allocate(self._guarded(self._working_bytes))
 
@@ -76,7 +78,9 @@ class Contexts:
         """Give everything back, in the order that the library wants; the stream must be empty."""
         self.graphs.clear()
         self._contexts.clear()
-        self._kernels = None
+        if self._kernels is not None:
+            save_kernels(self._kernels, self._kernels_file)
+            self._kernels = None
         self._engine = None
         self._device.discard(self._working)
 
@@ -194,7 +198,10 @@ class Contexts:
         """Kernels compiled so far, for all contexts; None where none are compiled while running."""
         if not hasattr(self._library.module, "IRuntimeCache"):
             return None
-        return self._engine.create_runtime_config().create_runtime_cache()
+        cache = self._engine.create_runtime_config().create_runtime_cache()
+        self._must(cache is not None, "it gives no runtime cache")
+        load_kernels(cache, self._kernels_file)
+        return cache
 
     def _stream_weights(self) -> bool:
         """Let the library decide how many weights stay on the GPU; says whether any do not."""

@@ -50,9 +50,9 @@ def check_interface(engine: Any, module: Any, io: GraphIO, built: EngineInfo) ->
     moving = tuple(t.name for t in io.inputs if -1 in tuple(engine.get_tensor_shape(t.name)))
     for index, (profile, ranges) in enumerate(built.profiles.items()):
         planned = input_shapes(io, ranges)
-        for tensor in moving:
-            shapes = tuple(tuple(shape) for shape in engine.get_tensor_profile_shape(tensor, index))
-            same(f"{tensor}: shapes of profile {profile!r}", shapes, planned[tensor])
+        for moved in moving:
+            shapes = tuple(tuple(shape) for shape in engine.get_tensor_profile_shape(moved, index))
+            same(f"{moved}: shapes of profile {profile!r}", shapes, planned[moved])
     for past in (t.name for t in io.inputs if present(t.name) != t.name):
         # The output will be bound to the memory of the input, which is right only if the engine knows it.
         same(f"{present(past)}: updates", engine.get_aliased_input_tensor(present(past)), past)

@@ -233,9 +233,9 @@ class TrtCache:
         self.capacity = capacity
         self.batch = arena.batch
         weakref.finalize(self, pool.give_back, arena).atexit = False
-        device.clear(
-            arena.memory.address + arena.layout.caches_at, arena.layout.bytes - arena.layout.caches_at
-        )
+        layout = arena.layout
+        if layout.caches:
+            device.clear(arena.memory.address + layout.caches_at, layout.bytes - layout.caches_at)
 
     def save(self, lane: int, slots: int) -> SavedLane:
         """See `engine.KVCache`."""

@@ -79,7 +79,7 @@ def choice(tokens: Sequence[int], lone: bool = False) -> int:
 def logits_of(tokens: Sequence[int]) -> np.ndarray:
     """Logits behind `tokens`, [VOCAB] float32; the greedy choice is the largest."""
     value = hash_of(tokens)
-    logits = np.array([(value * (token + 3)) % 1009 for token in range(VOCAB)], np.float32) / 300.0
+    logits = ((value * np.arange(3, VOCAB + 3)) % 1009).astype(np.float32) / 300.0
     logits[choice(tokens)] = 4.0
     return logits
 

@@ -92,7 +92,15 @@ PARTS = {
         (),
         "not built yet: its libraries are not on the package index, and it builds on the GPU it is for",
     ),
-    "runtime-engines": Part("runtime over TensorRT engines", (), "not verified yet"),
+    "runtime-engines": Part(
+        "runtime over TensorRT and TensorRT-RTX engines",
+        (
+            "tests/runtime/test_trt_engine.py",
+            "tests/runtime/test_trt_load.py",
+            "tests/exporter/test_engine_runtime.py",
+        ),
+        "over a strict stand-in for the libraries",
+    ),
 }
 
 

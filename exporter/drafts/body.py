@@ -10,6 +10,7 @@ from ...bundle.errors import UnsupportedError
 from ..modules.activations import ACTIVATION_NAMES
 from ..rope import ORIGINAL_LENGTH, RopeSpec, rope_from_config
 from .fields import Fields
+from .spec import DraftSizes
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -44,24 +45,13 @@ _ROPE_KEYS = (
 )
 
 
-@dataclass(frozen=True)
-class Body:
+@dataclass(frozen=True, kw_only=True)
+class Body(DraftSizes):
     """Sizes, layer types and RoPE. `windows` has one entry a layer: its window in tokens, None = full."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    hidden_act: str
-    attention_bias: bool
     layer_types: tuple[str, ...]
     windows: tuple[int | None, ...]
     rope: RopeSpec
-    vocab_size: int
-    max_position_embeddings: int
-    pad_token_id: int | None
 
 
 def body_from_fields(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from ..rope import RopeSpec
 
@@ -70,8 +71,34 @@ class SelectorSpec:
     top_k: int
 
 
-@dataclass(frozen=True)
-class DraftSpec:
+@dataclass(frozen=True, kw_only=True)
+class DraftSizes:
+    """What a draft's transformer takes from the config as it stands there.
+
+    Attributes:
+        vocab_size: rows of the target's vocabulary as the draft's config states it.
+        pad_token_id: as the draft's config states it; decides nothing, for warnings.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    hidden_act: str
+    attention_bias: bool
+    vocab_size: int
+    max_position_embeddings: int
+    pad_token_id: int | None = None
+
+    def sizes(self) -> dict[str, Any]:
+        """These fields alone, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(DraftSizes)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSpec(DraftSizes):
     """Everything that decides what a draft computes.
 
     Attributes:
@@ -83,24 +110,14 @@ class DraftSpec:
         num_target_layers: depth of the target, where the checkpoint says it.
         first_proposal_row: 1: rows 1.. of the block predict their own position; 0: every row predicts the
             next position (speculators' sample_from_anchor).
-        vocab_size: rows of the target's vocabulary as the draft's config states it.
         draft_vocab_size: rows of the draft's own head, None = the target's head is used.
         learned_mask: mask slots embed to a row of the draft's own (`drafts/mask_row.py`).
         checkpoint_dtype: of the stored ``fc.weight``.
         tensors: checkpoint tensor for each canonical parameter name (see `drafts/names.py`).
-        pad_token_id: as the draft's config states it; decides nothing, for warnings.
     """
 
     format: DraftFormat
     family: DraftFamily
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    hidden_act: str
-    attention_bias: bool
     layers: tuple[LayerSpec, ...]
     ropes: tuple[RopeSpec, ...]
     taps: tuple[int, ...]
@@ -109,7 +126,6 @@ class DraftSpec:
     block_size: int
     first_proposal_row: int
     mask_token_id: int
-    vocab_size: int
     draft_vocab_size: int | None
     input_embedding_scale: float
     output_multiplier: float
@@ -117,10 +133,8 @@ class DraftSpec:
     conv: ConvSpec | None
     selector: SelectorSpec | None
     learned_mask: bool
-    max_position_embeddings: int
     checkpoint_dtype: str
     tensors: tuple[tuple[str, str], ...]
-    pad_token_id: int | None = None
 
     @property
     def proposals(self) -> int:

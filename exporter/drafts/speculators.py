@@ -89,16 +89,9 @@ def read_draft(checkpoint: Checkpoint, recognition: Recognition) -> DraftReading
             )
     layers = _layers(own, body, recognition.family)
     spec = DraftSpec(
+        **body.sizes(),
         format=DraftFormat.SPECULATORS,
         family=recognition.family,
-        hidden_size=body.hidden_size,
-        intermediate_size=body.intermediate_size,
-        num_heads=body.num_heads,
-        num_kv_heads=body.num_kv_heads,
-        head_dim=body.head_dim,
-        rms_norm_eps=body.rms_norm_eps,
-        hidden_act=body.hidden_act,
-        attention_bias=body.attention_bias,
         layers=layers,
         ropes=(body.rope,) * len(layers),
         taps=_taps(own),
@@ -107,7 +100,6 @@ def read_draft(checkpoint: Checkpoint, recognition: Recognition) -> DraftReading
         block_size=block_size,
         first_proposal_row=0 if from_anchor else 1,
         mask_token_id=own.whole("mask_token_id", minimum=0),
-        vocab_size=body.vocab_size,
         draft_vocab_size=None if draft_vocab == body.vocab_size else draft_vocab,
         input_embedding_scale=1.0,
         output_multiplier=1.0,
@@ -115,10 +107,8 @@ def read_draft(checkpoint: Checkpoint, recognition: Recognition) -> DraftReading
         conv=conv,
         selector=selector,
         learned_mask=False,
-        max_position_embeddings=body.max_position_embeddings,
         checkpoint_dtype="unknown",
         tensors=(),
-        pad_token_id=body.pad_token_id,
     )
     refuse_unknown(transformer, inner.used | TRANSFORMERS_KEYS.keys(), f"{_BODY}.", where)
     refuse_unknown(config, own.used | SPECULATORS_KEYS.keys(), "", where)

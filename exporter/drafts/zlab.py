@@ -61,16 +61,9 @@ def read_draft(checkpoint: Checkpoint, recognition: Recognition) -> DraftReading
     if recognition.family is DraftFamily.DFLASH2:
         conv, selector = dflash2.dflash2_from_fields(own, body.hidden_size, block_size, body.vocab_size, {})
     spec = DraftSpec(
+        **body.sizes(),
         format=DraftFormat.ZLAB,
         family=recognition.family,
-        hidden_size=body.hidden_size,
-        intermediate_size=body.intermediate_size,
-        num_heads=body.num_heads,
-        num_kv_heads=body.num_kv_heads,
-        head_dim=body.head_dim,
-        rms_norm_eps=body.rms_norm_eps,
-        hidden_act=body.hidden_act,
-        attention_bias=body.attention_bias,
         layers=layers,
         ropes=(body.rope,) * len(layers),
         taps=_taps(own, depth, len(layers)),
@@ -79,7 +72,6 @@ def read_draft(checkpoint: Checkpoint, recognition: Recognition) -> DraftReading
         block_size=block_size,
         first_proposal_row=1,
         mask_token_id=own.whole("mask_token_id", minimum=0),
-        vocab_size=body.vocab_size,
         draft_vocab_size=None,
         input_embedding_scale=own.number("input_embedding_scale", 1.0),
         output_multiplier=own.number("output_multiplier", 1.0),
@@ -87,10 +79,8 @@ def read_draft(checkpoint: Checkpoint, recognition: Recognition) -> DraftReading
         conv=conv,
         selector=selector,
         learned_mask=False,
-        max_position_embeddings=body.max_position_embeddings,
         checkpoint_dtype="unknown",
         tensors=(),
-        pad_token_id=body.pad_token_id,
     )
     refuse_unknown(nested, own.used, "dflash_config.", where)
     refuse_unknown(config, own.used | top.used | TRANSFORMERS_KEYS.keys(), "", where)

@@ -7,16 +7,23 @@ Shapes: B batch, T new context rows, Q block rows, P proposal rows, K slots look
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...bundle import tensors as t
 from ...plugins.torch_op import grouped_dynamic_conv_op
 from ..drafts.spec import ConvSpec, DraftSpec, LayerSpec, WindowOrigin
 from . import ops
+from .layer_calls import InputInfo, Layered, LayerFunction
 from .layers import MLP, Linear, RMSNorm, RopeSet, attention_scale, merge_heads, split_heads
 from .selector import Selector
 from .softcap import softcap
+
+_LAYER = "DraftLayer"
+_SEEN = "seen"  # axis of what a row may see: slots looked at and block rows
 
 
 class Conv(nn.Module):
@@ -60,7 +67,7 @@ class _Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
 
-    def _key(self, rows: Tensor, batch: int, tables: tuple[Tensor, Tensor]) -> Tensor:
+    def _key(self, rows: Tensor, batch: int, tables: tuple[Tensor, ...]) -> Tensor:
         spec = self.spec
         return ops.rotary(
             self.k_norm(split_heads(self.k_proj(rows), batch, spec.num_kv_heads, spec.head_dim)), *tables
@@ -73,14 +80,14 @@ class _Attention(nn.Module):
         self,
         block: Tensor,
         context: Tensor,
-        block_tables: tuple[Tensor, Tensor],
-        context_tables: tuple[Tensor, Tensor],
-        visible: Tensor,
         start: Tensor,
         slots: Tensor,
+        visible: Tensor,
         keys: Tensor,
         values: Tensor,
+        *tables: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        block_tables, context_tables = tables[:2], tables[2:]
         spec, batch, dtype = self.spec, start.shape[0], keys.dtype
         q = self.q_norm(split_heads(self.q_proj(block), batch, spec.num_heads, spec.head_dim))
         q = ops.rotary(q, *block_tables).to(dtype)
@@ -133,7 +140,26 @@ class _TargetParts(nn.Module):
         self.lm_head = Linear(spec.hidden_size, spec.vocab_size, dtype) if borrows_head else None
 
 
-class DraftModule(nn.Module):
+def _layer_function(spec: DraftSpec, dtype: torch.dtype) -> LayerFunction:
+    """All layers are of one kind: windows and RoPEs come in as masks and tables."""
+    hidden, half, block = spec.hidden_size, spec.head_dim // 2, spec.block_size
+    cache = InputInfo(dtype, (t.BATCH, spec.num_kv_heads, t.CAPACITY, spec.head_dim))
+    block_table = InputInfo(torch.float32, (t.BATCH, block, half))
+    context_table = InputInfo(torch.float32, (t.BATCH, t.CONTEXT_ROWS, half))
+    inputs = (
+        InputInfo(torch.float32, (t.BATCH, block, hidden), flat=True),  # x
+        InputInfo(torch.float32, (t.BATCH, t.CONTEXT_ROWS, hidden), flat=True),  # context
+        InputInfo(torch.int64, (t.BATCH,)),  # start
+        InputInfo(torch.int64, (t.KV,)),  # slots
+        InputInfo(torch.bool, (t.BATCH, 1, block, _SEEN)),  # visible
+        cache,
+        cache,
+        *(block_table, block_table, context_table, context_table),
+    )
+    return LayerFunction(partial(_Layer, spec, dtype), inputs)
+
+
+class DraftModule(Layered):
     """The whole draft; see `bundle.tensors.draft_io` for its inputs and outputs.
 
     The embedding and, unless the draft has its own, the head are the target's: parameters under
@@ -156,6 +182,7 @@ class DraftModule(nn.Module):
         # fc sees raw target features, whose outliers leave float16's range: it stays float32.
         self.fc = Linear(len(spec.taps) * spec.target_hidden_size, hidden, torch.float32)
         self.hidden_norm = RMSNorm(hidden, spec.rms_norm_eps)
+        self.functions = {_LAYER: _layer_function(spec, dtype)}
         self.layers = nn.ModuleList(_Layer(spec, dtype) for _ in spec.layers)
         self.norm = RMSNorm(hidden, spec.rms_norm_eps)
         self.candidate_selector = (
@@ -180,23 +207,19 @@ class DraftModule(nn.Module):
         context = self.hidden_norm(self.fc(features.reshape(batch * new_rows, -1)))  # [B * T, H]
         context_positions = start[:, None] + torch.arange(new_rows)[None, :]  # [B, T]
         block_positions = anchor[:, None] + torch.arange(spec.block_size)[None, :]  # [B, Q]
-        tables = [(rope(block_positions), rope(context_positions)) for rope in self.ropes]
+        tables = [(*rope(block_positions), *rope(context_positions)) for rope in self.ropes]
         masks = {layer: _visible(layer, spec.block_size, anchor, block_rows, slots) for layer in spec.layers}
         x = self._embed(block_ids)  # [B * Q, H]
         updated: list[Tensor] = []
         stages = [context]
         for index, layer in enumerate(self.layers):
-            block_tables, context_tables = tables[self.rope_of_layer[index]]
-            x, keys, values = layer(
-                x,
-                context,
-                block_tables,
-                context_tables,
-                masks[spec.layers[index]],
-                start,
-                slots,
-                caches[2 * index],
-                caches[2 * index + 1],
+            mask, rope = masks[spec.layers[index]], tables[self.rope_of_layer[index]]
+            keys, values = caches[2 * index : 2 * index + 2]
+            x, keys, values = self.call(
+                _LAYER,
+                layer,
+                [x, context, start, slots, mask, keys, values, *rope],
+                like=(x, keys, values),
             )
             updated += [keys, values]
             stages.append(x)

@@ -6,12 +6,16 @@ Shapes: B batch, S rows, W wanted rows, H hidden size, C capacity, K slots looke
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...bundle import tensors as t
 from ..targets.spec import NormPlace, TargetLayer, TargetSpec
 from . import ops
+from .layer_calls import InputInfo, Layered, LayerFunction
 from .layers import MLP, Linear, RMSNorm, RopeSet, merge_heads, split_heads
 from .softcap import capped_attention, softcap
 
@@ -31,18 +35,18 @@ class _Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        tables: tuple[Tensor, Tensor] | None,
-        visible: Tensor,
         start: Tensor,
         slots: Tensor,
+        visible: Tensor,
         keys: Tensor,
         values: Tensor,
+        *tables: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         spec, batch = self.spec, start.shape[0]
         q = self.q_norm(split_heads(self.q_proj(x), batch, spec.num_heads, spec.head_dim))
         k = self.k_norm(split_heads(self.k_proj(x), batch, spec.num_kv_heads, spec.head_dim))
         v = split_heads(self.v_proj(x), batch, spec.num_kv_heads, spec.head_dim)
-        if tables is not None:
+        if tables:
             q, k = ops.rotary(q, *tables), ops.rotary(k, *tables)
         q = q.to(keys.dtype)
         keys = ops.scatter_rows(keys, k.to(keys.dtype), start)
@@ -87,16 +91,34 @@ class _SandwichLayer(_Layer):
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))), keys, values
 
 
+_ROPE, _NO_ROPE = "Layer", "LayerWithoutRope"
 _LAYERS = {NormPlace.BEFORE: _Layer, NormPlace.AROUND: _SandwichLayer}
 
 
-class TargetModule(nn.Module):
+def _layer_functions(spec: TargetSpec, dtype: torch.dtype) -> dict[str, LayerFunction]:
+    """Windows and RoPEs come in as masks and tables, so that layers differ in whether they have a RoPE."""
+    cache = InputInfo(dtype, (t.BATCH, spec.num_kv_heads, t.CAPACITY, spec.head_dim))
+    table = InputInfo(torch.float32, (t.BATCH, t.ROWS, spec.head_dim // 2))
+    inputs = (
+        InputInfo(torch.float32, (t.BATCH, t.ROWS, spec.hidden_size), flat=True),  # x
+        InputInfo(torch.int64, (t.BATCH,)),  # start
+        InputInfo(torch.int64, (t.KV,)),  # slots
+        InputInfo(torch.bool, (t.BATCH, 1, t.ROWS, t.KV)),  # visible
+        cache,
+        cache,
+    )
+    make = partial(_LAYERS[spec.norm_place], spec, dtype)
+    return {_ROPE: LayerFunction(make, (*inputs, table, table)), _NO_ROPE: LayerFunction(make, inputs)}
+
+
+class TargetModule(Layered):
     """The whole target; see `bundle.tensors.target_io` for its inputs and outputs."""
 
     def __init__(self, spec: TargetSpec, taps: tuple[int, ...], ropes: RopeSet, dtype: torch.dtype):
         super().__init__()
         self.spec, self.taps = spec, taps
         self.embed_tokens = nn.Embedding(spec.embedding_rows, spec.hidden_size, dtype=dtype)
+        self.functions = _layer_functions(spec, dtype)
         self.layers = nn.ModuleList(_LAYERS[spec.norm_place](spec, dtype) for _ in spec.layers)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.lm_head = None if spec.tied else Linear(spec.hidden_size, spec.vocab_size, dtype)
@@ -118,14 +140,13 @@ class TargetModule(nn.Module):
         outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             rope = self.rope_of_layer[index]
-            x, keys, values = layer(
-                x,
-                None if rope is None else tables[rope],
-                masks[self.spec.layers[index].window],
-                start,
-                slots,
-                caches[2 * index],
-                caches[2 * index + 1],
+            mask = masks[self.spec.layers[index].window]
+            keys, values = caches[2 * index : 2 * index + 2]
+            x, keys, values = self.call(
+                _NO_ROPE if rope is None else _ROPE,
+                layer,
+                [x, start, slots, mask, keys, values, *(() if rope is None else tables[rope])],
+                like=(x, keys, values),
             )
             updated += [keys, values]
             if index in self.taps:

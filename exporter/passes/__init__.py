@@ -4,6 +4,7 @@ from .external_weights import external_weights
 from .fix_axes import fix_axes
 from .inline_functions import inline_functions
 from .set_interface import set_interface
+from .share_sizes import share_sizes
 from .strip_metadata import strip_metadata
 from .tidy import tidy
 
@@ -12,6 +13,7 @@ __all__ = [
     "fix_axes",
     "inline_functions",
     "set_interface",
+    "share_sizes",
     "strip_metadata",
     "tidy",
 ]

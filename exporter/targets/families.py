@@ -23,6 +23,18 @@ FAMILIES = {
     "smollm3": "smollm3",
 }
 
+# model_type -> the class that `architectures` names, where it names any. A test compares them with
+# transformers. The other classes of a family have no head, or a head that gives no next token.
+ARCHITECTURES = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+
 RECURRENT = (
     "it carries a recurrent state from token to token, which cannot be rolled back by forgetting cache slots"
 )
@@ -96,6 +108,14 @@ def target_from_checkpoint(checkpoint: Checkpoint) -> TargetSpec:
             model_type,
             "one of " + ", ".join(sorted(FAMILIES)),
             reason_against(model_type, checkpoint.config),
+        )
+    named = checkpoint.config.get("architectures")
+    if named and ARCHITECTURES[model_type] not in named:
+        raise field_error(
+            UnsupportedError,
+            f"{checkpoint.name}/config.json: architectures",
+            named,
+            f"{ARCHITECTURES[model_type]} for a target of model_type {model_type!r}",
         )
     config = TargetConfig(checkpoint)
     spec: TargetSpec = importlib.import_module(f".{module}", __package__).target_spec(config)

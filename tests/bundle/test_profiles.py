@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -36,8 +37,10 @@ from dflash_deploy.bundle.tensors import (
     TensorInfo,
 )
 from dflash_deploy.runtime.decoder import Decoder, Settings
+from dflash_deploy.runtime.service import Service, ServiceSettings
 from dflash_deploy.runtime.stats import Mode
 from toy_engines import VOCAB, ToyDraft, ToyTarget, hash_of, toy_manifest
+from toy_service import WildRows, prompt_of, turn, turn_until
 
 SETS = list(ProfileSet)
 
@@ -93,9 +96,17 @@ def test_the_first_prompt_token_over_an_empty_cache_has_a_profile(profile_set):
 class Planned:
     """Runners that look up the profile of every pass, as a runner over engines does."""
 
-    def __init__(self, manifest: Manifest, spoilt: list[bool], profile_set: ProfileSet, length: int):
+    def __init__(
+        self,
+        manifest: Manifest,
+        spoilt: list[bool],
+        profile_set: ProfileSet,
+        length: int,
+        rows: int = PREFILL_ROWS,
+        batch: int = 1,
+    ):
         self.asked: list[tuple[str, str]] = []
-        self.limits = ShapeLimits.from_manifest(manifest, length)
+        self.limits = ShapeLimits.from_manifest(manifest, length, rows, batch)
         pattern = itertools.cycle(spoilt)
         draft = ToyDraft(manifest, lambda position, index: next(pattern))
         self.runners = {TARGET: ToyTarget(manifest), DRAFT: draft}
@@ -104,19 +115,15 @@ class Planned:
             self.watch(graph, runner, profiles)
 
     def watch(self, graph, runner, profiles):
-        compute = runner.compute
-
-        def checked(*arguments):
-            sizes = runner.calls[-1]
+        def checked(sizes):
             axes = {a for ranges in profiles.values() for a in ranges}
             # An engine's cache has its full capacity, whatever the request needs.
             name = profile_for(
                 profiles, {a: sizes[a] if a != CAPACITY else self.limits.capacity for a in axes}
             )
             self.asked.append((graph, name))
-            return compute(*arguments)
 
-        runner.compute = checked
+        runner.before = checked
 
 
 @settings(max_examples=120, deadline=None)
@@ -141,10 +148,57 @@ def test_whatever_the_loop_asks_for_lies_in_a_profile(data, block, first, profil
     decoder = Decoder(
         manifest, watched.runners[TARGET], watched.runners[DRAFT], None, Settings(verify, exact, length)
     )
-    result = decoder.generate([hash_of([i]) % VOCAB for i in range(prompt)], new, mode=mode, stop_token_ids=())
+    result = decoder.generate(
+        [hash_of([i]) % VOCAB for i in range(prompt)], new, mode=mode, stop_token_ids=()
+    )
     assert result.stats.draft_failures == 0, result.stats.draft_failure
     assert len(result.ids) == new
     assert len(watched.asked) == sum(len(runner.calls) for runner in watched.runners.values())
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    data=st.data(),
+    block=st.integers(2, 12),
+    first=st.integers(0, 1),
+    profile_set=st.sampled_from(SETS),
+    spoilt=st.lists(st.booleans(), min_size=1, max_size=12),
+    exact=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_whatever_a_service_asks_for_lies_in_a_profile(data, block, first, profile_set, spoilt, exact, seed):
+    """Several requests at once, other rows in each round, plain rounds that leave features behind."""
+    longest = data.draw(st.sampled_from([3, 17, 64, 130, 300]), label="max_length")
+    manifest = toy_manifest(block_size=block, first_proposal_row=first, max_length=longest)
+    length = data.draw(st.integers(2, longest), label="limit")
+    batch, rows = data.draw(st.integers(1, 5), label="batch"), data.draw(st.integers(1, 100), label="rows")
+    watched = Planned(manifest, spoilt, profile_set, length, rows, batch)
+    target, draft = watched.runners[TARGET], watched.runners[DRAFT]
+    target.limits = draft.limits = watched.limits
+    decoder = Decoder(manifest, target, draft, None, Settings(2, exact, length))
+    requests = data.draw(st.integers(1, batch), label="max_requests")
+    service = Service(decoder, ServiceSettings(max_requests=requests), start=False)
+    service._scheduler._policy = WildRows(manifest.draft.proposals + 1, seed)
+    chance = random.Random(seed)
+    tickets = []
+    for index in range(2 * requests):
+        prompt = prompt_of(chance.choice([1, length - 1, chance.randint(1, length - 1)]), index)
+        mode = chance.choice([Mode.SPECULATIVE, Mode.SPECULATIVE, Mode.PLAIN])
+        tickets.append(service.submit(prompt, chance.choice([3, length]), mode=mode, stop_token_ids=()))
+        turn(service, chance.randint(0, 9))
+    turn_until(service, tickets)
+    for ticket in tickets:
+        stats = ticket.result(0).stats
+        assert stats.draft_failures == 0, stats.draft_failure
+    assert len(watched.asked) == sum(len(runner.calls) for runner in watched.runners.values())
+
+
+def test_a_pass_of_more_requests_than_planned_is_refused_by_name():
+    manifest = toy_manifest()
+    profiles = plan_profiles(manifest, TARGET, ShapeLimits.from_manifest(manifest, 100, batch=4))
+    sizes = {BATCH: 5, CAPACITY: 108, KV: 108, ROWS: 8, LOGIT_ROWS: 8}
+    with pytest.raises(EngineError, match=r"batch: got 5, expected 1 to 4"):
+        profile_for(profiles, sizes)
 
 
 def test_each_phase_gets_its_own_profile():

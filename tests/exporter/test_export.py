@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from dflash_deploy.bundle.errors import CheckpointError, DflashError, OutputError, PairError, UnsupportedError
 from dflash_deploy.bundle.manifest import Verify, manifest_from_bundle
@@ -184,6 +187,36 @@ def test_damaged_weights_are_refused(pair: tuple[Path, Path], tmp_path: Path) ->
     refused(UnsupportedError, "pickled weights", pickled, draft, tmp_path)
     missing = edited(target, tmp_path / "missing", num_hidden_layers=4)
     refused((CheckpointError, PairError), "missing|layers", missing, draft, tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_a_number_that_is_none_is_refused_by_the_tensors_name(
+    pair: tuple[Path, Path], tmp_path: Path, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a target, before the draft is traced; of either, whatever else goes on, with nothing left behind."""
+    sources = {"target": pair[0], "draft": pair[1]}
+    broken = tmp_path / side
+    shutil.copytree(sources[side], broken)
+    tensors = load_file(broken / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight"))
+    tensors[name][3, 3] = torch.nan
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    traced = []
+    real = export_module.graph_from_module
+
+    def counted(build: Any, io: Any, **options: Any) -> Any:
+        traced.append(io)
+        return real(build, io, **options)
+
+    monkeypatch.setattr(export_module, "graph_from_module", counted)
+    refused(
+        CheckpointError,
+        rf"{side}: {name}: holds NaN or infinity",
+        *(broken if side == one else sources[one] for one in sources),
+        tmp_path,
+    )
+    assert len(traced) == {"target": 1, "draft": 2}[side]
+    assert [path.name for path in tmp_path.iterdir()] == [side]
 
 
 def test_max_length_beyond_the_target_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from click.testing import CliRunner
 
 from dflash_deploy.bundle.errors import CheckpointError
+from dflash_deploy.cli import cli
 from dflash_deploy.exporter.inspect import inspect_checkpoint
 from dflash_deploy.exporter.inspect_lines import inspection_lines
 from originals import speculators_draft, tiny_target, zlab_draft
@@ -171,7 +173,7 @@ def test_target(folders):
 
 def test_two_targets_are_no_pair(folders):
     text = rows(inspect_checkpoint(str(folders / "target"), str(folders / "zlab")))
-    assert "target is a target too; give the draft first, its target with --target" in text["with target"]
+    assert "target is no draft; give the draft first, its target with --target" in text["with target"]
 
 
 def test_a_gguf_file_says_what_it_holds(demo_target):
@@ -209,6 +211,33 @@ def test_unknown_kinds_are_entries(folders, tmp_path):
     found = inspect_checkpoint(edited(folders, tmp_path, "target", model_type="mamba"))
     assert found["kind"] == "target"
     assert "model_type: got 'mamba'" in rows(found)["cannot export"]
+
+
+@pytest.mark.parametrize("name", ["FooModel", "LlamaModel", "LlamaForSequenceClassification"])
+def test_another_class_is_neither_and_refused_by_name(folders, tmp_path, name):
+    found = inspect_checkpoint(edited(folders, tmp_path, "target", architectures=[name]))
+    assert found["kind"] == "other"
+    assert rows(found)["kind"] == "neither a target nor a draft"
+    assert f"architectures: got ['{name}'], expected LlamaForCausalLM for" in rows(found)["cannot export"]
+
+
+def test_the_exit_code_says_whether_anything_stands_in_the_way(folders, tmp_path):
+    tiny_target(3, tmp_path / "other", num_hidden_layers=6, vocab_size=160, hidden_size=32)
+    draft, target = str(folders / "zlab"), str(folders / "target")
+    foo = edited(folders, tmp_path, "target", architectures=["FooModel"])
+    for arguments, code, reason in (
+        ([draft], 0, "can export     yes"),
+        ([draft, "--target", target], 0, "target: fits"),
+        ([draft, "--target", str(tmp_path / "other")], 2, "does not fit: num_target_layers: got 5"),
+        ([draft, "--target", foo], 2, "does not fit: target/config.json: architectures: got ['FooModel']"),
+        ([target, "--target", target], 2, "target is no draft"),
+        ([foo], 2, "architectures: got ['FooModel']"),
+    ):
+        result = CliRunner().invoke(cli, ["inspect", *arguments])
+        assert (result.exit_code, reason in result.output) == (code, True), result.output
+        as_json = CliRunner().invoke(cli, ["inspect", *arguments, "--json"])
+        assert as_json.exit_code == code
+        json.loads(as_json.output)
 
 
 def test_nothing_there(tmp_path):

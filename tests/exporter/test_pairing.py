@@ -114,3 +114,10 @@ def test_mask_that_is_also_something_else_warns_once(pair, draft_changes, target
 def test_learned_mask_does_not_warn(pair):
     draft, target = pair
     assert check_pair(replace(draft, mask_token_id=2, learned_mask=True), target) == ()
+
+
+def test_a_layer_tapped_twice_warns(pair):
+    """Both originals run with it: their features hold the layer twice, and so do ours."""
+    draft, target = pair
+    (warning,) = check_pair(replace(draft, taps=(0, 0, 1)), target)
+    assert warning.startswith("target_layer_ids: got [0, 0, 1] (layers counted from 0), which has one twice")

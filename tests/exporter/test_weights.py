@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from dflash_deploy.exporter.pieces import pieces
 from dflash_deploy.exporter.weights import WEIGHT_FILE, WeightWriter
 
 NAME = "embed"
+SOURCE = "folder: a.weight"
 
 
 def checkpoint(folder: Path, **tensors: torch.Tensor) -> SafetensorsCheckpoint:
@@ -31,8 +34,9 @@ def written(folder: Path, parts: Iterator[torch.Tensor], dtype: torch.dtype, sha
     folder.mkdir(exist_ok=True)
     counted: list[int] = []
     with WeightWriter(folder) as writer:
-        placed = writer.add("target.a", dtype, shape, parts, counted.append)
-        again = writer.add("target.a", dtype, shape, iter(()), counted.append)
+        placed = writer.add("target.a", dtype, shape, parts, SOURCE)
+        again = writer.add("target.a", dtype, shape, iter(()), SOURCE)
+        writer.finish(counted.append)
     data = (folder / WEIGHT_FILE).read_bytes()
     assert again == placed and sum(counted) == placed.bytes
     assert (writer.bytes, writer.sha256) == (len(data), hashlib.sha256(data).hexdigest())
@@ -71,8 +75,8 @@ def test_pieces_of_a_gguf_file_cut_through_heads(demo_target: Path, monkeypatch:
     ],
 )
 def test_wrong_pieces_are_refused(parts: list[torch.Tensor], message: str, tmp_path: Path) -> None:
-    with WeightWriter(tmp_path) as writer, pytest.raises(CheckpointError, match=f"target.a: {message}"):
-        writer.add("target.a", torch.float16, (4, 3), iter(parts), lambda _: None)
+    with pytest.raises(CheckpointError, match=f"{SOURCE}: {message}"), WeightWriter(tmp_path) as writer:
+        writer.add("target.a", torch.float16, (4, 3), iter(parts), SOURCE)
 
 
 def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
@@ -82,11 +86,14 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     process = psutil.Process()
     before, most = process.memory_info().rss, [0]
 
-    def look(_: int) -> None:
-        most[0] = max(most[0], process.memory_info().rss)
+    def looked_at() -> Iterator[torch.Tensor]:
+        for piece in pieces(source, NAME):
+            yield piece
+            del piece
+            most[0] = max(most[0], process.memory_info().rss)
 
     with WeightWriter(tmp_path) as writer:
-        placed = writer.add("target.a", torch.float32, shape, pieces(source, NAME), look)
+        placed = writer.add("target.a", torch.float32, shape, looked_at(), SOURCE)
     assert placed.bytes == 4 * shape[0] * shape[1]
     assert most[0] - before < 150 * 10**6  # a piece in a few forms
 
@@ -97,5 +104,68 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
 def test_one_bad_number_is_found_anywhere(dtype: torch.dtype, bad: float, place: int, tmp_path: Path) -> None:
     tensor = torch.randn(64, 64).to(dtype)
     tensor.view(-1)[place] = bad
-    with WeightWriter(tmp_path) as writer, pytest.raises(CheckpointError, match="holds NaN or infinity"):
-        writer.add("target.a", dtype, (64, 64), iter([tensor]), lambda _: None)
+    with pytest.raises(CheckpointError, match="holds NaN or infinity"), WeightWriter(tmp_path) as writer:
+        writer.add("target.a", dtype, (64, 64), iter([tensor]), SOURCE)
+
+
+def test_a_refused_weight_stops_what_comes_behind_it(tmp_path: Path) -> None:
+    """Who traces graphs for minutes can ask before each; nothing more is read."""
+    read, go_on = [], threading.Event()
+
+    def bad() -> Iterator[torch.Tensor]:
+        assert go_on.wait(30)
+        yield torch.full((1,), torch.nan)
+
+    def part() -> Iterator[torch.Tensor]:
+        read.append(1)
+        yield torch.zeros(1)
+
+    def write() -> None:
+        with WeightWriter(tmp_path) as writer:
+            writer.add("target.a", torch.float32, (1,), bad(), SOURCE)
+            writer.add("target.b", torch.float32, (1,), part(), SOURCE)
+            writer.check()
+            go_on.set()
+            with pytest.raises(CheckpointError, match=f"{SOURCE}: holds NaN"):
+                writer.finish()
+            writer.check()
+            pytest.fail("it was not said again")
+
+    with pytest.raises(CheckpointError, match="holds NaN"):
+        write()
+    assert not read
+
+
+def test_weights_are_written_while_their_user_goes_on(tmp_path: Path) -> None:
+    traced = threading.Event()
+
+    def waiting() -> Iterator[torch.Tensor]:
+        assert traced.wait(30)
+        yield torch.ones(100, 4)
+
+    with WeightWriter(tmp_path) as writer:
+        first = writer.add("target.a", torch.float32, (100, 4), waiting(), SOURCE)
+        second = writer.add("target.b", torch.float32, (4,), iter([torch.ones(4)]), SOURCE)
+        assert (first.offset, second.offset, writer.bytes) == (0, 1600, 1616)
+        traced.set()
+    assert (tmp_path / WEIGHT_FILE).stat().st_size == 1616
+
+
+def test_an_error_of_the_user_ends_the_writing(tmp_path: Path) -> None:
+    written = []
+
+    def endless() -> Iterator[torch.Tensor]:
+        while True:
+            written.append(1)
+            yield torch.ones(1, 4)
+
+    def interrupted() -> None:
+        with WeightWriter(tmp_path) as writer:
+            writer.add("target.a", torch.float32, (100, 4), endless(), SOURCE)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    count = len(written)
+    time.sleep(0.01)
+    assert len(written) == count

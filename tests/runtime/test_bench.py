@@ -48,8 +48,8 @@ def test_a_difference_is_told(monkeypatch):
     decoder = toy_decoder()
     compute = decoder.toy_target.compute
 
-    def wrong(cache, inputs, start, rows):
-        outputs = compute(cache, inputs, start, rows)
+    def wrong(cache, inputs, start, rows, several):
+        outputs = compute(cache, inputs, start, rows, several)
         if rows == 8:
             outputs["greedy_ids"][0, 3] = 0
         return outputs

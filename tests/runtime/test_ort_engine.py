@@ -101,7 +101,7 @@ def watch_caches(monkeypatch, decoder):
 
 
 def test_features_reach_the_draft_without_a_copy(bundle, monkeypatch):
-    with Decoder.open(bundle, threads=1) as decoder:
+    with Decoder.open(bundle, threads=1, verify_rows=4) as decoder:
         caches = watch_caches(monkeypatch, decoder)
         run, seen = decoder._draft.run, []
 
@@ -119,7 +119,7 @@ def test_features_reach_the_draft_without_a_copy(bundle, monkeypatch):
 
 
 def test_buffers_are_reused(bundle, monkeypatch):
-    with Decoder.open(bundle, threads=1) as decoder:
+    with Decoder.open(bundle, threads=1, verify_rows=4) as decoder:
         caches = watch_caches(monkeypatch, decoder)
         decoder.generate(PROMPT, 100)
         # One for each input and output that is no cache, as large as the largest pass: prefill's six rows.

@@ -13,7 +13,7 @@ REFERENCE = Path(__file__).parents[2] / "demo" / "reference.json"
 
 @pytest.fixture(scope="module")
 def decoder(demo_bundle):
-    with Decoder.open(demo_bundle) as decoder:
+    with Decoder.open(demo_bundle, verify_rows=8) as decoder:  # every proposal, as z-lab's loop
         yield decoder
 
 

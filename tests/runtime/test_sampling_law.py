@@ -44,7 +44,7 @@ FAST_CELLS = [
     (1.0, "penalties", "candidates"),
     (0.7, "top_k", "fixed"),
 ]
-CONTROL_DRAWS, FAST_DRAWS, SLOW_DRAWS = 3_000, 10_000, 50_000
+CONTROL_DRAWS, FAST_DRAWS, SLOW_DRAWS = 2_000, 10_000, 50_000
 
 
 def cell_p(temperature: float, name: str, family: str, draws: int) -> float:
@@ -54,18 +54,14 @@ def cell_p(temperature: float, name: str, family: str, draws: int) -> float:
 
 
 @pytest.mark.parametrize("cell", FAST_CELLS, ids=str)
-def test_the_committed_tokens_have_the_targets_law(cell, record_property):
-    p = cell_p(*cell, FAST_DRAWS)
-    record_property("p", p)
-    assert p >= THRESHOLD
+def test_the_committed_tokens_have_the_targets_law(cell):
+    assert cell_p(*cell, FAST_DRAWS) >= THRESHOLD
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_the_committed_tokens_have_the_targets_law_everywhere(cell, record_property):
-    p = cell_p(*cell, SLOW_DRAWS)
-    record_property("p", p)
-    assert p >= THRESHOLD
+def test_the_committed_tokens_have_the_targets_law_everywhere(cell):
+    assert cell_p(*cell, SLOW_DRAWS) >= THRESHOLD
 
 
 # Negative controls: each is wrong in one thing.

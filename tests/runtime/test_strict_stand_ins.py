@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import enum
 import inspect
+import json
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import real_tensorrt
 import strict_tensorrt
 from dflash_deploy.runtime import cuda_device, trt_library
 from strict_cuda import StrictCuda
-from strict_tensorrt import ONLY_RTX, RTX_VERSION, SHARED, World, installed
+from strict_tensorrt import ONLY_RTX, RTX_VERSION, SHARED, VERSION, World, installed
 
 real_cuda = pytest.importorskip("cuda.bindings.runtime")
 trt = pytest.importorskip("tensorrt_rtx")
@@ -30,9 +35,13 @@ def parameters(call: Any) -> list[str]:
 
 
 def documented(call: Any, name: str) -> list[list[str]]:
+    return from_docstring(call.__doc__ or "", name)
+
+
+def from_docstring(text: str, name: str) -> list[list[str]]:
     """Parameter names of every overload, from what pybind11 writes first into the docstring."""
     found = []
-    for line in (call.__doc__ or "").splitlines():
+    for line in text.splitlines():
         match = re.match(rf"\s*(?:\d+\. )?{name}\((.*)\) -> ", line)
         if match and not match[1].startswith("*args"):
             found.append([n for n in re.findall(r"(\w+): ", match[1]) if n != "self"])
@@ -50,6 +59,52 @@ def test_classes_have_real_names_and_parameters(kind):
         if parameters(value) == ["args"]:
             continue  # several overloads, told apart by type
         assert parameters(value) in [o[: len(parameters(value))] for o in overloads], (name, overloads)
+
+
+TENSORRT = """
+import json, sys
+import real_tensorrt
+trt = real_tensorrt.load()
+asked = json.load(sys.stdin)
+found = {}
+for kind, names in asked.items():
+    real = getattr(trt, kind, None)
+    found[kind] = {name: getattr(getattr(real, name), "__doc__", "") for name in names if hasattr(real, name)}
+print(json.dumps([trt.__version__, found]))
+"""
+
+
+@pytest.mark.skipif(bool(real_tensorrt.missing()), reason=real_tensorrt.missing())
+def test_tensorrt_has_the_same_names_and_parameters():
+    """Of TensorRT there are the bindings without the library: enough to compare names."""
+    asked = {kind.__name__: [*public(kind)] for kind in SHARED if not issubclass(kind, enum.Enum)}
+    asked |= {kind.__name__: [*kind.__members__] for kind in SHARED if issubclass(kind, enum.Enum)}
+    done = subprocess.run(
+        [sys.executable, "-c", TENSORRT],
+        input=json.dumps(asked),
+        env={**os.environ, "PYTHONPATH": str(Path(real_tensorrt.__file__).parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    version, found = json.loads(done.stdout.splitlines()[-1])
+    assert version == VERSION
+    missing = {f"{kind}.{name}" for kind, names in asked.items() for name in names if name not in found[kind]}
+    assert missing == {  # what only TensorRT-RTX has, and the package asks for by `hasattr`
+        "Runtime.get_engine_validity",
+        "Runtime.engine_header_size",
+        "IExecutionContext.is_stream_capturable",
+        "IRuntimeConfig.create_runtime_cache",
+        "IRuntimeConfig.set_runtime_cache",
+        "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy",
+    }
+    for kind in CLASSES:
+        for name, value in public(kind).items():
+            text = found.get(kind.__name__, {}).get(name)
+            if not text or not inspect.isfunction(value) or parameters(value) == ["args"]:
+                continue
+            overloads = [names[: len(parameters(value))] for names in from_docstring(text, name)]
+            assert parameters(value) in overloads, (kind, name, text)
 
 
 def test_contexts_are_made_in_the_two_ways_that_there_are():

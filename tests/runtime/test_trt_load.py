@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,19 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from dflash_deploy.bundle.engines import PLUGIN
 from dflash_deploy.bundle.errors import BundleError, EngineError, ProviderError, RequestError
 from dflash_deploy.bundle.limits import ShapeLimits
 from dflash_deploy.bundle.manifest import EngineFlag, Manifest, manifest_from_bundle, manifest_to_file
 from dflash_deploy.bundle.tensors import DRAFT, TARGET
+from dflash_deploy.cli import cli
 from dflash_deploy.runtime import cuda_device, trt_library
 from dflash_deploy.runtime.backends import BACKENDS, runners_from_bundle
 from dflash_deploy.runtime.decoder import Decoder
+from dflash_deploy.runtime.kernel_cache import DIRECTORY_VARIABLE
 from dflash_deploy.runtime.ort_engine import OrtRunner
 from dflash_deploy.runtime.trt_engine import TrtRunner, runner_from_engine
 from strict_cuda import real
-from strict_tensorrt import EngineValidity, World, installed, strict_build
+from strict_tensorrt import CAPABILITY, EngineValidity, World, installed, strict_build
 from toy_onnx import write_bundle
 
 ENGINES = ("tensorrt-rtx", "tensorrt")
@@ -49,6 +53,13 @@ def rtx():
 
 def build(bundle: Path, backend: str = "tensorrt-rtx", **more: Any) -> Manifest:
     return strict_build(bundle, manifest_from_bundle(bundle), backend, **more)
+
+
+def fails(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
 
 
 def asked(world: World) -> list[str]:
@@ -99,6 +110,17 @@ def test_what_says_nothing_to_a_backend_is_refused(bundle):
         runners_from_bundle(bundle, manifest, "tensorrt", threads=2)
 
 
+def test_engines_need_neither_onnxruntime_nor_torch():
+    """Nor are the engine library and cuda-python loaded before they are used."""
+    code = (
+        "import sys, dflash_deploy.runtime.trt_engine, dflash_deploy.runtime.decoder\n"
+        "names = ('onnxruntime', 'torch', 'onnx', 'tensorrt', 'tensorrt_rtx', 'cuda', 'polygraphy')\n"
+        "print([name for name in names if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_a_missing_draft_engine_closes_the_target(bundle, world):
     manifest = build(bundle, world.backend, graphs=(TARGET,))
     with pytest.raises(
@@ -123,6 +145,27 @@ def test_on_this_machine_without_a_gpu(bundle):
     """No stand-in: the real packages, as far as they come."""
     with pytest.raises(ProviderError, match=r"gpu: .*use --backend onnxruntime on this machine"):
         Decoder.open(bundle, backend="tensorrt-rtx")
+
+
+@pytest.mark.skipif(bool(cuda_device.cuda_devices()[0]), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--backend", "tensorrt"], "gpu: "),
+        (
+            ["--backend", "tensorrt-rtx", "--provider", "cuda"],
+            "provider: got 'cuda', but --backend",
+        ),
+        (["--backend", "tensorrt", "--threads", "1"], "threads: got 1, but --backend tensorrt"),
+    ],
+)
+def test_the_command_line_passes_it_on(bundle, tmp_path, options, expected):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n")
+    for command in (["generate", str(bundle), "hello"], ["bench", str(bundle), "--prompts", str(prompts)]):
+        done = CliRunner().invoke(cli, [*command, *options])
+        assert done.exit_code == 2
+        assert f"dflash: {expected}" in done.output
 
 
 @pytest.mark.parametrize(
@@ -200,7 +243,7 @@ def test_a_corrupt_engine(bundle, rtx):
     manifest = build(bundle)
     path = bundle / manifest.engines[NAME].file
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(BundleError, match=r"target\.tensorrt-rtx\.engine: got SHA-256 .*, expected"):
+    with pytest.raises(BundleError, match=r"target\.tensorrt-rtx\.\w+\.engine: got SHA-256 .*, expected"):
         runner_from_engine(bundle, manifest, TARGET, "tensorrt-rtx")
     assert calls == []
 
@@ -323,6 +366,52 @@ def test_an_engine_with_other_tensors(bundle, world):
         runner_from_engine(bundle, manifest, TARGET, world.backend)
 
 
+# Kernels that TensorRT-RTX compiled.
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "deep" / "kernels"))
+    return tmp_path / "deep" / "kernels"
+
+
+def test_kernels_are_kept_from_one_process_to_the_next(bundle, rtx, kept):
+    build(bundle, max_prompt=16)
+    with Decoder.open(bundle, backend="tensorrt-rtx") as decoder:
+        decoder.generate([5, 9, 2], 40)
+    files = sorted(path.name for path in kept.iterdir())
+    assert [name.partition("-1.7")[0] for name in files] == ["draft.tensorrt-rtx", "target.tensorrt-rtx"]
+    assert all(CAPABILITY in name for name in files)
+    before = {path: path.read_bytes() for path in kept.iterdir()}
+    for runner in runners_from_bundle(bundle, manifest_from_bundle(bundle), "tensorrt-rtx"):
+        runner.close()  # compiled nothing, and forgot nothing
+    assert before == {path: path.read_bytes() for path in kept.iterdir()}
+    assert min(map(len, before.values())) > 100
+
+
+def test_kernels_are_not_kept_unless_asked_for(bundle, rtx, monkeypatch, tmp_path):
+    monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
+    rtx.faults["IRuntimeCache.serialize"] = fails(AssertionError("asked"))
+    build(bundle)
+    Decoder.open(bundle, backend="tensorrt-rtx").close()
+
+
+def test_kept_kernels_that_are_not_taken(bundle, rtx, kept, caplog):
+    manifest = build(bundle)
+    runner_from_engine(bundle, manifest, TARGET, "tensorrt-rtx").close()
+    (path,) = kept.iterdir()
+    for broken in (b"cut off", b""):
+        path.write_bytes(broken)
+        runner_from_engine(bundle, manifest, TARGET, "tensorrt-rtx").close()
+        assert "kept kernels are not used (the library does not take them)" in caplog.text
+        assert path.read_bytes() not in (b"cut off", b"")
+    rtx.faults["IRuntimeCache.deserialize"] = fails(RuntimeError("bad blob"))
+    rtx.faults["IRuntimeCache.serialize"] = lambda cache: None
+    runner_from_engine(bundle, manifest, TARGET, "tensorrt-rtx").close()
+    assert "kept kernels are not used (bad blob)" in caplog.text
+    assert "compiled kernels are not kept (the library gives none)" in caplog.text
+
+
 # Weights that come from the bundle.
 
 
@@ -334,13 +423,6 @@ def test_a_stripped_engine_is_refitted_from_any_directory(bundle, world, monkeyp
     with Decoder.open(os.path.relpath(bundle), backend=world.backend) as decoder:
         assert decoder.generate([5, 9, 2], 30).ids == expected
     assert EngineFlag.STRIPPED in manifest.engines[f"target.{world.backend}"].flags
-
-
-def fails(error: Exception) -> Callable[..., Any]:
-    def fail(*_: Any) -> Any:
-        raise error
-
-    return fail
 
 
 @pytest.mark.parametrize(

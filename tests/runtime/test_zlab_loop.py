@@ -38,7 +38,8 @@ def pair(tmp_path_factory):
         dtype=torch.float32,
     )
     export_bundle(str(folder / "target"), str(folder / "draft"), folder / "bundle", DType.FLOAT32)
-    with Decoder.open(folder / "bundle", threads=1) as decoder:
+    with Decoder.open(folder / "bundle", threads=1) as adaptive:
+        decoder = adaptive.with_settings(verify_rows=adaptive.manifest.draft.proposals + 1)
         yield SimpleNamespace(target=target, draft=draft, decoder=decoder)
 
 

@@ -7,11 +7,18 @@ from typing import Any
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dflash_deploy.bundle.errors import CheckpointError, UnsupportedError
 from dflash_deploy.exporter.checkpoint import checkpoint_from_source
 from dflash_deploy.exporter.targets import families
-from dflash_deploy.exporter.targets.families import FAMILIES, REFUSED, reason_against, target_from_checkpoint
+from dflash_deploy.exporter.targets.families import (
+    ARCHITECTURES,
+    FAMILIES,
+    REFUSED,
+    reason_against,
+    target_from_checkpoint,
+)
 from originals import SLIDING, tiny_target
 from target_cases import edit_config, options
 
@@ -55,10 +62,24 @@ def test_refused_names_are_names_of_transformers_and_no_family_is_among_them() -
     assert set(REFUSED) <= set(CONFIG_MAPPING_NAMES), set(REFUSED) - set(CONFIG_MAPPING_NAMES)
 
 
+def test_the_classes_are_those_of_transformers() -> None:
+    assert set(ARCHITECTURES) == set(FAMILIES)
+    for model_type, name in ARCHITECTURES.items():
+        named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+        assert name in ((named,) if isinstance(named, str) else named), model_type
+
+
+def test_a_config_without_architectures_is_a_target(tmp_path: Path) -> None:
+    tiny_target(1, tmp_path, num_hidden_layers=1)
+    edit_config(tmp_path, architectures=...)
+    target_from_checkpoint(checkpoint_from_source(str(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("family", "values", "error", "message"),
     [
         ("llama", {"sliding_window": 8}, UnsupportedError, "sliding_window: got 8"),
+        ("llama", {"architectures": ["LlamaModel"]}, UnsupportedError, "got .'LlamaModel'., expected Llama"),
         ("llama", {"new_option": 1}, UnsupportedError, "new_option: got 1"),
         ("llama", {"rope_interleaved": True}, UnsupportedError, "rope_interleaved: got True"),
         (
