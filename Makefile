@@ -12,8 +12,10 @@ MYPY_PATH := .mypy_cache/path
 demo: $(STAMP)
 	$(BIN)/dflash demo --output demo-output
 
+# Two processes; a file's tests stay together, for they share what is dear to make.
+WORKERS ?= 2
 test: lint
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu"
 
 test-slow: lint
 	$(BIN)/python -m pytest -m "not gpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,17 @@ def demo_draft() -> Path:
 
 @pytest.fixture(scope="session")
 def demo_bundle(demo_target: Path, demo_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pair exported in float32. Tests must not change it."""
+    """The pair exported in float32, once for all processes of a run. Tests must not change it."""
+    from filelock import FileLock
+
     from dflash_deploy.bundle.tensors import DType
     from dflash_deploy.exporter.export import export_bundle
 
-    bundle = tmp_path_factory.mktemp("demo") / "bundle"
-    export_bundle(str(demo_target), str(demo_draft), bundle, DType.FLOAT32)
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # that of the run; each process has one of its own in it
+    bundle = folder / "demo-bundle"
+    with FileLock(folder / "demo-bundle.lock"):
+        if not bundle.exists():
+            export_bundle(str(demo_target), str(demo_draft), bundle, DType.FLOAT32)
     return bundle

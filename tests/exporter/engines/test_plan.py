@@ -70,8 +70,8 @@ def test_a_plan_reads_well(plan):
     lines = plan(generations=("8.9",), max_context=100).lines(10**9)
     text = "\n".join(lines)
     assert "tensorrt-rtx, compute capability 8.9" in text
-    assert "100 tokens, caches of 109 slots" in text
-    assert "kv 64..109 (tuned for 109)" in text
+    assert "100 tokens, caches of 112 slots" in text
+    assert "kv 64..112 (tuned for 112)" in text
     assert "target.tensorrt-rtx" in text
     assert "1000 MB free" in text
     assert all(len(line) < 110 for line in lines)

@@ -113,7 +113,7 @@ def test_a_row_is_the_same_bits_in_any_company(rounded):
 
 
 def test_int8_speculative_equals_int8_plain(rounded):
-    with Decoder.open(rounded, threads=1) as decoder:
+    with Decoder.open(rounded, threads=1, verify_rows=8) as decoder:
         for begin in range(0, 120, 20):
             prompt = IDS[begin : begin + 20]
             plain = decoder.generate(prompt, 60, mode=Mode.PLAIN, stop_token_ids=[])

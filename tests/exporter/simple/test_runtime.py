@@ -56,12 +56,13 @@ def chain(start: int, length: int) -> list[int]:
 
 
 def test_speculative_equals_plain_with_a_draft_that_is_sometimes_right(toy_decoder):
+    every = toy_decoder.with_settings(verify_rows=BLOCK + 1)
     lengths = []
     for first in (0, 6, 13):
         for last in range(VOCAB):
             prompt = [first] * (last % 4) + [last]
             for count in (1, 2, BLOCK, 11):
-                got = toy_decoder.generate(prompt, count)
+                got = every.generate(prompt, count)
                 assert list(got.ids) == chain(last, count)
                 assert got.stats.draft_failures == 0
                 lengths += got.stats.acceptance_lengths
