@@ -103,7 +103,8 @@ class WeightWriter(WeightPlan):
         self._file = open(directory / WEIGHT_FILE, "wb")  # noqa: SIM115 - closed by __exit__
         self._written = 0
         self._digest = hashlib.sha256()
-        self._thread = ThreadPoolExecutor(max_workers=1)
+        # One thread of torch's is fast enough for a disk; more would take the cores from the tracer.
+        self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         self._jobs: deque[tuple[Future[None], int]] = deque()
         self._given_up = threading.Event()
         # Hashing takes as long as all the rest: it goes on beside writing and reading the next piece.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from numbers import Real
+
+import numpy as np
 
 from ..bundle.errors import RequestError, field_error
 
@@ -33,8 +34,12 @@ def check_number(what: str, value: object, expected: str, fits: Callable[[float]
     Raises:
         RequestError: it is none, or does not fit.
     """
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and fits(value)):  # type: ignore[arg-type]
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    try:
+        fine = number and math.isfinite(value) and fits(value)  # type: ignore[arg-type]
+    except OverflowError:  # an integer that no float can hold
+        fine = False
+    if not fine:
         raise field_error(RequestError, what, value, expected)
 
 

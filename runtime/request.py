@@ -126,6 +126,8 @@ def prompt_ids(request: Request, manifest: Manifest, codec: TextCodec | None, ma
     if isinstance(prompt, str) or messages:
         if codec is None:
             raise RequestError("prompt: got text, but this bundle has no tokenizer; give token ids (`--ids`)")
+        if messages and not request.chat:
+            raise RequestError("chat: got False beside chat messages, which need the chat template")
         if messages:
             ids = codec.encode_chat(prompt, request.system)
         else:

@@ -15,7 +15,7 @@ from time import monotonic, perf_counter
 from types import TracebackType
 from typing import Any, Unpack
 
-from ..bundle.errors import DflashError, EngineError, RequestError
+from ..bundle.errors import DflashError, EngineError, RequestError, field_error
 from .accept import FinishReason
 from .checks import check_number
 from .decoder import Decoder, Generation
@@ -60,7 +60,7 @@ class Service:
             RequestError: a setting is out of range, or the caches do not fit into the budget.
             EngineError: there is no memory for the caches.
         """
-        settings = settings or ServiceSettings()
+        settings = _checked(settings)
         self.decoder = (
             decoder if settings.max_length is None else decoder.with_settings(max_length=settings.max_length)
         )
@@ -94,6 +94,9 @@ class Service:
         Raises:
             BundleError, ProviderError, RequestError, EngineError: see `Decoder.open` and the constructor.
         """
+        settings = _checked(settings)
+        if "verify_rows" in options:
+            raise RequestError("verify_rows: a service has its own; set ServiceSettings.verify_rows")
         decoder = Decoder.open(bundle, **options)
         try:
             return cls(decoder, settings, own=True)
@@ -335,3 +338,11 @@ class Service:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _checked(settings: ServiceSettings | None) -> ServiceSettings:
+    if settings is None:
+        return ServiceSettings()
+    if not isinstance(settings, ServiceSettings):
+        raise field_error(RequestError, "settings", settings, "a ServiceSettings")
+    return settings

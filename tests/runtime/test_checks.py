@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,24 @@ def test_opening(bundle, name, kind, values):
     for value in values:
         with pytest.raises(kind, match=f"^{name}: got"):
             Decoder.open(bundle, **{"threads": 1, name: value})
+
+
+def test_numbers_that_no_float_holds_and_numbers_that_are_no_floats():
+    for value in (10**400, -(10**400), Fraction(1, 2)):
+        with pytest.raises(RequestError, match="x: got"):
+            check_number("x", value, "a number", lambda x: True)
+
+
+def test_a_services_settings_are_its_own(bundle):
+    with pytest.raises(RequestError, match=r"settings: got .*, expected a ServiceSettings"):
+        Service.open(bundle, {"max_requests": 1}, threads=1)
+    with pytest.raises(RequestError, match=r"set ServiceSettings\.verify_rows"):
+        Service.open(bundle, verify_rows=3, threads=1)
+
+
+def test_messages_want_the_chat_template(decoder):
+    with pytest.raises(RequestError, match="chat: got False"):
+        decoder.stream([{"role": "user", "content": "hello"}], chat=False)
 
 
 def test_where_a_bundle_is(bundle):
