@@ -190,9 +190,7 @@ def test_arguments_that_are_missing_or_used_behind_our_own_are_refused():
     kept = _own_arguments(f".entry k({own}, .param .u64 k_11{body}", "k")
     assert "k_10" in kept
     assert "k_11" not in kept
-    with pytest.raises(
-        EngineBuildError, match=r"got 12 arguments and uses of \.param .* k_11, expected 11"
-    ):
+    with pytest.raises(EngineBuildError, match=r"got 12 arguments and uses of \.param .* k_11, expected 11"):
         _own_arguments(f".entry k({own}, .param .u64 k_11{body.replace('k_10', 'k_11')}", "k")
     with pytest.raises(EngineBuildError, match="got 1 arguments, expected 11"):
         _own_arguments(f".entry k(.param .u64 k_0{body}", "k")
