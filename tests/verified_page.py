@@ -84,7 +84,11 @@ PARTS = {
     ),
     "engines-tensorrt-rtx": Part(
         "TensorRT-RTX engines of target and draft",
-        ("tests/exporter/engines/test_build.py", "tests/exporter/engines/test_kernels.py"),
+        (
+            "tests/exporter/engines/test_build.py",
+            "tests/exporter/engines/test_kernels.py",
+            "tests/exporter/engines/test_families.py",
+        ),
         "built, and read; no GPU is needed for that",
     ),
     "engines-tensorrt": Part(
