@@ -147,7 +147,7 @@ def target_io(cache: CacheShape, vocab_size: int, feature_size: int) -> GraphIO:
 
     ``features`` are the tapped layer outputs side by side in the draft's order; ``wanted_rows`` are the
     rows (0-based, within this pass) whose logits are computed; ``greedy_ids`` is their argmax, lowest id
-    on a tie.
+    on a tie, and -1 where a logit is not finite.
     """
     return GraphIO(
         inputs=(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from ..bundle.errors import EngineError
 from ..bundle.manifest import ProposalLaw
 from ..bundle.tensors import CANDIDATES, DRAFT_LOGITS, EDGE_SCORES, LOGIT_SUMS, PROPOSALS
 from .accept import accept_greedy
@@ -66,6 +67,11 @@ class GreedyChoice:
     def accept(self, proposed: Proposed, rows: TargetRows, budget: int) -> Accepted:
         """See `Choice`."""
         got = accept_greedy(proposed.ids, rows.greedy, budget, self._stop_ids)
+        if min(got.ids) < 0:
+            raise EngineError(
+                f"target logits: row {got.ids.index(min(got.ids))} of the round holds NaN or infinity; the "
+                "engine overflows or the bundle is damaged: run `dflash parity`, or export in float32"
+            )
         return Accepted(got.accepted, got.ids, got.finish)
 
     def commit(self, ids: Sequence[int]) -> None:

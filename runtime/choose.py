@@ -234,7 +234,7 @@ class Chooser:
         if law is None:
             raise EngineError(
                 f"target logits: row {index} of the round allows only stop tokens, but output token "
-                f"{self.position + index} must be another; lower min_tokens"
+                f"{self.position + index} must be another; lower min_new_tokens, or have fewer stop tokens"
             )
         return law
 

@@ -145,7 +145,9 @@ def prompt_ids(request: Request, manifest: Manifest, codec: TextCodec | None, ma
             "prompt: length in tokens",
             len(ids),
             f"at most {most} (max_length is {max_length}, one token has to fit behind it)",
-            "shorten it, or export with a larger --max-length",
+            "shorten it, or export with a larger --max-length"
+            if max_length >= manifest.max_length
+            else f"shorten it, or raise max_length, which the bundle allows up to {manifest.max_length}",
         )
     return ids
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ...bundle import tensors as t
 from ..targets.spec import NormPlace, TargetLayer, TargetSpec
 from . import ops
+from .greedy import greedy_ids
 from .layer_calls import InputInfo, Layered, LayerFunction
 from .layers import MLP, Linear, RMSNorm, RopeSet, merge_heads, split_heads
 from .softcap import capped_attention, softcap
@@ -155,7 +156,7 @@ class TargetModule(Layered):
         flat_rows = (torch.arange(batch)[:, None] * rows + wanted_rows).reshape(-1)  # [B * W]
         logits = self._logits(self.norm(x.index_select(0, flat_rows)))
         logits = logits.reshape(batch, wanted_rows.shape[1], -1)
-        return (logits.argmax(-1), logits, features, *updated)
+        return (greedy_ids(logits), logits, features, *updated)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[B * W, H] -> [B * W, V]."""

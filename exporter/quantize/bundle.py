@@ -15,7 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ...bundle.errors import BundleError, OutputError, RequestError, UnsupportedError, field_error
-from ...bundle.files import atomic_directory, safe_path
+from ...bundle.files import atomic_directory, check_replaceable, safe_path
 from ...bundle.manifest import (
     GraphInfo,
     Manifest,
@@ -65,6 +65,9 @@ def quantize_bundle(
     """
     progress = progress or NullProgress()
     bundle = Path(bundle)
+    check_replaceable(Path(output))  # before any work
+    if not max_perplexity_ratio > 0:
+        raise field_error(RequestError, "max_perplexity_ratio", max_perplexity_ratio, "a number > 0")
     with progress.stage("check bundle"):
         manifest = manifest_from_bundle(bundle, Verify.HASHES)
         _check(manifest)
@@ -125,6 +128,7 @@ def export_quantized(
         As `export_bundle` and `quantize_bundle`.
     """
     output = Path(output)
+    check_replaceable(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as work:
         between = Path(work) / "float32"
@@ -157,7 +161,9 @@ def _tokens(bundle: Path, manifest: Manifest, text: str | Sequence[int] | None) 
             RequestError, "text", (min(ids), max(ids)), f"0 <= token id < {manifest.target.embedding_rows}"
         )
     if len(ids) < _LEAST_TOKENS:
-        raise field_error(RequestError, "text", f"{len(ids)} tokens", f">= {_LEAST_TOKENS}")
+        raise field_error(
+            RequestError, "text", f"{len(ids)} tokens", f">= {_LEAST_TOKENS}", "give a longer text"
+        )
     return ids
 
 

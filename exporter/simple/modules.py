@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..modules.greedy import greedy_ids
 from .spec import SimpleDraftSpec, SimpleTargetSpec
 
 
@@ -46,7 +47,7 @@ class SimpleTarget(nn.Module):
         wanted = (torch.arange(batch)[:, None] * rows + wanted_rows).reshape(-1)  # [B * W]
         logits = _product(x.index_select(0, wanted), self.lm_head)
         logits = logits.reshape(batch, wanted_rows.shape[1], -1)
-        return logits.argmax(-1), logits, x.reshape(batch, rows, -1)
+        return greedy_ids(logits), logits, x.reshape(batch, rows, -1)
 
 
 class SimpleDraft(nn.Module):

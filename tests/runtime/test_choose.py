@@ -236,7 +236,9 @@ def test_no_stop_before_the_least_number_of_tokens():
     chooser = Chooser(Sampling(), [0], V, {2}, min_tokens=2)
     got = chooser.accept(chooser.propose_fixed([3, 3, 3]), rows, 9)
     assert (got.ids, got.finish) == ((3, 3, 2), FinishReason.STOP)
-    with pytest.raises(EngineError, match=r"allows only stop tokens, but output token 0 .* lower min_tokens"):
+    with pytest.raises(
+        EngineError, match=r"allows only stop tokens, but output token 0 .* lower min_new_tokens"
+    ):
         chooser.accept(Proposed(), np.where(rows[:1] == 1.0, 0.0, -np.inf), 9)
 
 

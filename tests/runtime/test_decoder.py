@@ -551,3 +551,16 @@ def test_effective_settings_are_told():
 
 def test_the_toy_target_depends_on_every_token():
     assert choice([1, 2, 3]) != choice([1, 9, 3])
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_target_that_is_not_finite_is_an_error_and_not_token_0(mode, at):
+    """Graphs choose -1 where a logit is not finite: nobody takes it for a token."""
+    decoder = toy_decoder()
+    decoder.toy_target.after = lambda outputs: (
+        outputs["greedy_ids"].fill(-1) if len(decoder.toy_target.calls) == at else None
+    )
+    stream = decoder.stream(PROMPT, 60, mode=mode)
+    with pytest.raises(EngineError, match=r"target logits: row \d of the round holds NaN or infinity"):
+        list(stream)
