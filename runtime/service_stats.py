@@ -24,7 +24,7 @@ class ServiceStats:
         waiting: requests that wait now.
         prompt_tokens: of all ended requests, as the sums and counts below.
         cached_tokens: of these, found in a session's cache.
-        new_tokens: tokens produced.
+        new_tokens: tokens produced, those that a cancelled request's reader never took included.
         rounds: verify passes, counted for each request in them.
         proposed: proposals verified, for each place of a block.
         accepted: proposals that stood, for each place of a block.

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -79,7 +80,8 @@ class Entry:
             answer = Answer()
             for step in self._steps:
                 answer.add(step)
-            self.result = answer.generation(finish, stats)
+            delivered = sum(len(step.ids) for step in self._steps)
+            self.result = answer.generation(finish, replace(stats, new_tokens=delivered))
             self._end(stats, kept)
 
     def fail(self, error: Exception, stats: GenerationStats) -> None:

@@ -339,6 +339,7 @@ def test_cancel_in_mid_stream(read):
     assert result.finish_reason is FinishReason.CANCELLED
     # Nobody who reads: then it is as for a deadline, and what there is may be read.
     assert [*result.ids] == (got if read else greedy(PROMPT, 6))
+    assert result.stats.new_tokens == len(result.ids)
     assert read_now(ticket) == ([] if read else greedy(PROMPT, 6))
     ticket.cancel()
     assert ticket.result(0) is result
