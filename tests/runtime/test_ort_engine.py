@@ -46,7 +46,7 @@ def target_inputs(ids, start, kv):
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16])
 def test_speculative_equals_plain(tmp_path, dtype):
     write_bundle(tmp_path, dtype)
-    with Decoder.open(tmp_path, threads=1) as decoder:
+    with Decoder.open(tmp_path, threads=1, verify_rows=4) as decoder:
         accepted = 0
         for seed in range(12):
             prompt = np.random.default_rng(seed).integers(0, VOCAB, 1 + seed).tolist()
