@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -18,6 +19,8 @@ from .tensors import DRAFT, MOST_SLOTS, TARGET, CacheShape, DType, GraphIO, draf
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+INT8 = "int8"
+"""Among a graph's passes, where its weights were rounded."""
 TAP_CONVENTION = "tap i = output of decoder layer i (0-based), before the final norm"
 
 
@@ -282,6 +285,38 @@ class Manifest:
         for name in (TARGET, DRAFT):
             need(name in self.graphs, "graphs", sorted(self.graphs), f"a graph named {name!r}")
         self._check_graphs(need)
+        laws = {ProposalLaw.FIXED}  # what any draft may do
+        if draft.selector is not None:
+            laws.add(ProposalLaw.CANDIDATES)
+        elif draft.draft_vocab_size == target.vocab_size:
+            laws.add(ProposalLaw.ROWS)
+        need(
+            draft.proposal_law in laws,
+            "draft.proposal_law",
+            draft.proposal_law.value,
+            "one of " + ", ".join(sorted(law.value for law in laws)) + ", which this draft can do",
+        )
+        rounded = any(INT8 in graph.passes for graph in self.graphs.values())
+        need(
+            rounded == (self.quantization is not None),
+            "quantization",
+            None if self.quantization is None else self.quantization.scheme,
+            "a description, for the graphs were rounded" if rounded else "none, for no graph was rounded",
+        )
+        if self.quantization is not None:
+            figures = self.quantization
+            need(
+                math.isfinite(figures.perplexity_ratio) and figures.perplexity_ratio > 0,
+                "quantization.perplexity_ratio",
+                figures.perplexity_ratio,
+                "a number > 0",
+            )
+            need(
+                0 <= figures.greedy_agreement <= 1,
+                "quantization.greedy_agreement",
+                figures.greedy_agreement,
+                "0 to 1",
+            )
         need(
             draft.block_size <= self.slack_slots <= 2 * draft.block_size,
             "slack_slots",

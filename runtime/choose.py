@@ -34,10 +34,6 @@ class Proposed:
     ids: tuple[int, ...] = ()
     laws: tuple[Law, ...] = ()
 
-    def cut(self, count: int) -> Proposed:
-        """The first `count`. How many must not depend on which tokens were drawn behind the cut's start."""
-        return Proposed(self.ids[:count], self.laws[:count])
-
 
 @dataclass(frozen=True)
 class TokenLogprob:

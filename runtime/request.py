@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict
 
 from ..bundle.errors import RequestError, field_error
 from ..bundle.manifest import Manifest
@@ -63,11 +63,6 @@ class Request:
     stop_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] = ()
     sampling: Sampling = GREEDY
-
-    @classmethod
-    def make(cls, prompt: Prompt, max_new_tokens: int, **options: Unpack[RequestOptions]) -> Request:
-        """A request from arguments."""
-        return cls(prompt, max_new_tokens, **options)
 
 
 def job_from_request(request: Request, manifest: Manifest, codec: TextCodec | None, max_length: int) -> Job:
@@ -127,7 +122,9 @@ def prompt_ids(request: Request, manifest: Manifest, codec: TextCodec | None, ma
         if codec is None:
             raise RequestError("prompt: got text, but this bundle has no tokenizer; give token ids (`--ids`)")
         if messages and not request.chat:
-            raise RequestError("chat: got False beside chat messages, which need the chat template")
+            raise RequestError(
+                "chat: got False beside chat messages, expected True; leave it out, or give a text"
+            )
         if messages:
             ids = codec.encode_chat(prompt, request.system)
         else:

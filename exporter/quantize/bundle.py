@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ...bundle.errors import BundleError, OutputError, RequestError, UnsupportedError, field_error
 from ...bundle.files import atomic_directory, check_replaceable, safe_path
 from ...bundle.manifest import (
+    INT8,
     GraphInfo,
     Manifest,
     QuantizationInfo,
@@ -220,7 +221,7 @@ def _save(model: ir.Model, info: GraphInfo, work: Path, weights: _Weights) -> Gr
             if value.const_value.location != WEIGHT_FILE or value.const_value.base_dir != str(work):
                 value.const_value = weights.add(name, array_of(value))
             stored = True
-    passes = (*info.passes, "smooth", "int8") if DOMAIN in model.opset_imports else info.passes
+    passes = (*info.passes, "smooth", INT8) if DOMAIN in model.opset_imports else info.passes
     ir.save(model, work / info.file)
     return replace(info, weights=(WEIGHT_FILE,) if stored else (), passes=passes)
 

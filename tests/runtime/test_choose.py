@@ -272,12 +272,6 @@ def test_log_probabilities_are_the_targets_own():
     assert Chooser(Sampling(), [0], V, ()).accept(Proposed(), rows[:1], 9).logprobs == ()
 
 
-def test_a_cut_keeps_proposals_and_laws_together():
-    proposed = Chooser(Sampling(1.0), [0], V, ()).propose_rows(DRAFT[0])
-    cut = proposed.cut(2)
-    assert (cut.ids, cut.laws) == (proposed.ids[:2], proposed.laws[:2])
-
-
 @pytest.mark.parametrize(
     ("shape", "budget"), [((1, V), 1), ((3, V), 1), ((2, V + 1), 1), ((2, V), 0), ((2,), 1)]
 )

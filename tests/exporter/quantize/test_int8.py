@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from dflash_deploy.bundle.errors import (
     RequestError,
     UnsupportedError,
 )
-from dflash_deploy.bundle.manifest import Verify, manifest_from_bundle
+from dflash_deploy.bundle.manifest import ProposalLaw, Verify, manifest_from_bundle
 from dflash_deploy.bundle.tensors import DRAFT, TARGET
 from dflash_deploy.cli import cli
 from dflash_deploy.exporter.engines.options import BuildOptions
@@ -176,6 +177,25 @@ def test_what_cannot_be_quantised_is_refused(pair, rounded, tmp_path):
     with pytest.raises(RequestError, match="no tokenizer"):
         quantize_bundle(pair.bundle, output, "some text")
     assert not output.exists()
+
+
+def test_an_edited_manifest_is_noticed(pair, rounded):
+    """What a hand may change of the rounding and of what a draft can be drawn from."""
+    after = manifest_from_bundle(rounded, Verify.SIZES)
+    before = manifest_from_bundle(pair.bundle, Verify.SIZES)
+    with pytest.raises(BundleError, match="quantization: got None, expected a description"):
+        replace(after, quantization=None).check()
+    with pytest.raises(BundleError, match=r"quantization: got 'int8 .*, expected none"):
+        replace(before, quantization=after.quantization).check()
+    for name, value in (
+        ("perplexity_ratio", float("nan")),
+        ("perplexity_ratio", -1.0),
+        ("greedy_agreement", 7.0),
+    ):
+        with pytest.raises(BundleError, match=f"quantization.{name}: got"):
+            replace(after, quantization=replace(after.quantization, **{name: value})).check()
+    with pytest.raises(BundleError, match="proposal_law: got 'rows', expected one of candidates, fixed"):
+        replace(after, draft=replace(after.draft, proposal_law=ProposalLaw.ROWS)).check()
 
 
 def test_where_an_int8_bundle_does_not_run_is_said(rounded):
