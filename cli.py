@@ -16,6 +16,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from . import __version__
+from .bench.command import bench_command
+from .bench.options import (
+    BACKENDS,
+    backend_option,
+    provider_option,
+    remark_on_draft,
+    threads_option,
+    verify_rows_option,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,10 +33,7 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 _FILE_COLUMNS = 120
-_TELLING_ROUNDS = 8  # so many without an accepted proposal are no chance
 _DTYPES = ("float32", "float16", "bfloat16")
-_BACKENDS = ("tensorrt-rtx", "tensorrt")
-_RUN_BACKENDS = ("onnxruntime", *_BACKENDS)
 _GRAPHS = ("target", "draft")
 _DEMOS = ("dflash2", "simple")
 _WEIGHTS = ("embedded", "stripped")
@@ -35,7 +41,6 @@ _RESIDENCES = ("device", "streamed")
 _PROFILES = ("phases", "one")
 _VERBOSITIES = ("quiet", "info", "verbose")
 _CONVS = ("function", "plugin")
-_PROVIDERS = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
 _ORIGINALS = "pip install --no-deps dflash==0.1.0 speculators==0.9.0 && pip install 'dflash-deploy[parity]'"
 _INSTALL = {
     **dict.fromkeys(
@@ -44,6 +49,7 @@ _INSTALL = {
     ),
     "polygraphy": "pip install 'dflash-deploy[rtx]' (or [tensorrt])",
     "onnxruntime": "pip install 'dflash-deploy[cpu]' (or [cuda], not both)",
+    "matplotlib": "pip install 'dflash-deploy[bench]'",
     "tensorrt": "pip install 'dflash-deploy[tensorrt]'",
     "tensorrt_rtx": "pip install 'dflash-deploy[rtx]'",
     "dflash": _ORIGINALS,
@@ -110,23 +116,6 @@ def cli() -> None:
 
 
 _bundle = click.argument("bundle", type=click.Path(path_type=Path))
-_threads = click.option("--threads", type=click.IntRange(min=1), help="CPU threads [default: physical cores]")
-_backend = click.option(
-    "--backend",
-    type=click.Choice(_RUN_BACKENDS),
-    default="onnxruntime",
-    show_default=True,
-    help="Run the graphs, or the engines that were built into the bundle.",
-)
-_provider = click.option("--provider", type=click.Choice(_PROVIDERS), default="cpu", show_default=True)
-_verify_rows = click.option(
-    "--verify-rows",
-    type=click.IntRange(min=2),
-    metavar="N",
-    help="Rows the target verifies in a round, the anchor included [default: chosen in each round]",
-)
-
-
 _perplexity = click.option(
     "--max-perplexity-ratio",
     type=click.FloatRange(min=1.0),
@@ -223,23 +212,24 @@ def parity_command(
 ) -> None:
     """Compare a bundle with the originals; exit code 1 if it differs."""
     from .bundle.errors import ParityError
+    from .bundle.places import check_place, write_json
     from .exporter.parity.run import parity_report
 
-    _check_place(json_file)
+    check_place(json_file)
     texts = _prompts(prompts)
     chosen = {} if prompts is None else {"most_prompts": len(texts)}  # of the demo's, the first few will do
     report = parity_report(bundle, target, draft, texts, _progress(), **chosen)
     for line in report.lines():
         click.echo(line)
     if json_file is not None:
-        _write_json(json_file, report.to_dict())
+        write_json(json_file, report.to_dict())
     if not report.passed:
         sys.exit(ParityError.exit_code)
 
 
 @cli.command("build-engine")
 @_bundle
-@click.option("--backend", type=click.Choice(_BACKENDS), required=True)
+@click.option("--backend", type=click.Choice(BACKENDS), required=True)
 @click.option(
     "--compute-capability",
     "compute_capabilities",
@@ -326,10 +316,10 @@ def build_engine_command(
     help="The prompt as token ids, taken as they are; the answer is ids too. Needs no tokenizer.",
 )
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, metavar="N")
-@_backend
-@_provider
-@_verify_rows
-@_threads
+@backend_option
+@provider_option
+@verify_rows_option
+@threads_option
 @click.option("--plain", is_flag=True, help="Decode with the target alone.")
 @click.option(
     "--chat/--no-chat", default=None, help="Use the chat template [default: if the bundle has one]."
@@ -403,18 +393,7 @@ def generate_command(
         click.echo(_summary(stream.result), err=True)
         stats = stream.result.stats
         if stats.draft_ms and not stats.draft_failure:
-            _remark_on_draft(stats.rounds, stats.acceptance_length)
-
-
-def _remark_on_draft(rounds: int, acceptance_length: float) -> None:
-    """Say so if a draft is of no use: its text is right all the same, so nothing else would show it."""
-    if rounds >= _TELLING_ROUNDS and acceptance_length <= 1.0:
-        click.echo(
-            f"dflash: no proposal of the draft was accepted in {rounds} rounds; `dflash parity BUNDLE` says "
-            "whether the bundle computes what the original draft does, `dflash inspect DRAFT --target "
-            "TARGET` whether the two belong together",
-            err=True,
-        )
+            remark_on_draft(stats.rounds, stats.acceptance_length)
 
 
 def _token_ids(text: str) -> list[int]:
@@ -464,43 +443,7 @@ def _summary(result: Any) -> str:
     return " | ".join(parts)
 
 
-@cli.command("bench")
-@_bundle
-@click.option("--prompts", type=click.Path(path_type=Path), help="Text file, one prompt a line.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, metavar="N")
-@_backend
-@_provider
-@_verify_rows
-@_threads
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures here.")
-def bench_command(
-    bundle: Path,
-    prompts: Path | None,
-    max_new_tokens: int,
-    backend: str,
-    provider: str,
-    verify_rows: int | None,
-    threads: int | None,
-    json_file: Path | None,
-) -> None:
-    """Time plain and speculative decoding of the same prompts."""
-    from .runtime.bench import bench_table, run_bench
-
-    _check_place(json_file)
-    report = run_bench(
-        bundle,
-        _prompts(prompts),
-        max_new_tokens=max_new_tokens,
-        provider=provider,
-        verify_rows=verify_rows,
-        threads=threads,
-        backend=backend,
-    )
-    _console().print(bench_table(report))
-    if not report["draft_failures"]:
-        _remark_on_draft(report["rounds"], report["acceptance_length"])
-    if json_file is not None:
-        _write_json(json_file, report)
+cli.add_command(bench_command)
 
 
 @cli.command("inspect")
@@ -577,18 +520,9 @@ def demo_command(output: Path, prompt: str | None, max_new_tokens: int, family: 
 
 def _prompts(file: Path | None) -> Sequence[str]:
     """Read one prompt a line; without a file, the demo's."""
-    from .bundle.errors import RequestError
-    from .demo import demo_prompts
+    from .bench.prompts import demo_texts, texts_from_file
 
-    if file is None:
-        return demo_prompts()
-    try:
-        prompts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as cause:
-        raise RequestError(f"prompts: {str(file)!r} cannot be read as text ({cause})") from cause
-    if not prompts:
-        raise RequestError(f"prompts: {str(file)!r} holds none, expected one a line")
-    return prompts
+    return demo_texts() if file is None else texts_from_file(file)
 
 
 def _text(file: Path) -> str:
@@ -599,25 +533,6 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
         raise RequestError(f"text: {str(file)!r} cannot be read ({cause})") from cause
-
-
-def _check_place(file: Path | None) -> None:
-    """Refuse a file that cannot be made before the work that should end in it."""
-    from .bundle.errors import OutputError
-
-    if file is not None and not file.absolute().parent.is_dir():
-        raise OutputError(f"output: {str(file.parent)!r} is no directory; make it, or choose another file")
-
-
-def _write_json(file: Path, data: Any) -> None:
-    from .bundle.errors import OutputError
-    from .bundle.files import atomic_file
-
-    try:
-        with atomic_file(file) as path:
-            path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as cause:
-        raise OutputError(f"output: cannot write {str(file)!r} ({cause.strerror})") from cause
 
 
 def _console() -> Console:

@@ -39,6 +39,7 @@ from typing import Any  # noqa: E402
 
 import numpy as np  # noqa: E402
 
+from dflash_deploy.bench.run import bench_decoder  # noqa: E402
 from dflash_deploy.bundle.errors import DflashError, ProviderError  # noqa: E402
 from dflash_deploy.bundle.manifest import Manifest, manifest_from_bundle  # noqa: E402
 from dflash_deploy.bundle.tensors import (  # noqa: E402
@@ -62,7 +63,6 @@ from dflash_deploy.exporter.engines.backends import BACKENDS  # noqa: E402
 from dflash_deploy.exporter.engines.build import build_engines  # noqa: E402
 from dflash_deploy.exporter.parity.compare import Choices, Values  # noqa: E402
 from dflash_deploy.exporter.parity.tolerances import TOLERANCES, Kind  # noqa: E402
-from dflash_deploy.runtime.bench import bench_decoder  # noqa: E402
 from dflash_deploy.runtime.cuda_device import first_gpu  # noqa: E402
 from dflash_deploy.runtime.decoder import Decoder, Settings  # noqa: E402
 from dflash_deploy.runtime.engine import GraphRunner  # noqa: E402

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from dflash_deploy.bench.machine import cpu_name
 from dflash_deploy.bundle.manifest import Verify
-from dflash_deploy.runtime.bench import cpu_name
 from dflash_deploy.runtime.decoder import Decoder, Generation
 from dflash_deploy.runtime.service import Service, ServiceSettings
 

@@ -76,7 +76,7 @@ def run_demo(
         progress: is told about stages.
 
     Returns:
-        The figures of the measurement, as `runtime.bench` gives them.
+        The figures of the measurement, as `bench.run` gives them.
 
     Raises:
         ProviderError: something the demo needs is not installed.
@@ -132,7 +132,7 @@ def _build(target: Path, bundle: Path, diary: _Diary, progress: Progress) -> Non
 
 
 def _answer(bundle: Path, prompt: str, max_new_tokens: int, diary: _Diary) -> dict[str, Any]:
-    from ..runtime.bench import bench_decoder
+    from ..bench.run import bench_decoder
     from ..runtime.decoder import Decoder
 
     console = diary.console

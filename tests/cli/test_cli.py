@@ -158,6 +158,7 @@ def test_the_options_of_a_build_reach_the_builder(bundle, monkeypatch):
 def test_choices_are_those_of_the_library():
     """Written twice, for `--help` must not import the library: so they are compared here."""
     pytest.importorskip("onnx_ir")
+    from dflash_deploy.bench import options
     from dflash_deploy.bundle.tensors import DRAFT, TARGET, DType
     from dflash_deploy.exporter.engines.backends import BACKENDS
     from dflash_deploy.exporter.engines.options import Conv, Residence, Verbosity, Weights
@@ -167,8 +168,8 @@ def test_choices_are_those_of_the_library():
         return [member.value for member in kind]
 
     assert set(command_line._DTYPES) == set(values(DType)) - {"int64"}
-    assert set(command_line._BACKENDS) == set(BACKENDS)
-    assert set(command_line._PROVIDERS) == set(PROVIDERS)
+    assert set(options.BACKENDS) == set(BACKENDS)
+    assert set(options.PROVIDERS) == set(PROVIDERS)
     assert set(command_line._GRAPHS) == {TARGET, DRAFT}
     assert list(command_line._WEIGHTS) == values(Weights)
     assert list(command_line._RESIDENCES) == values(Residence)

@@ -250,8 +250,9 @@ def test_the_real_pair_is_timed(demo_bundle, tmp_path):
     done = _dflash("bench", demo_bundle, *arguments)
     assert done.returncode == 0, done.stderr
     assert "speculative" in done.stdout
-    figures = json.loads(report.read_text(encoding="utf-8"))
+    found = json.loads(report.read_text(encoding="utf-8"))
+    (figures,) = found["bundles"]
     assert figures["tokens_identical"] is True
-    assert figures["settings"]["prompts"] == 1
-    assert {"speedup", "acceptance_length", "rounds", "threads", "versions"} <= set(figures)
+    assert (found["settings"]["prompts"], found["settings"]["prompt_count"]) == ("prompts.txt", 1)
+    assert {"speedup", "acceptance_length", "rounds", "threads", "open_ms"} <= set(figures)
     assert {"tokens_per_s", "verify_ms", "draft_ms"} <= set(figures["plain"]) & set(figures["speculative"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("bundle", "demo", "exporter", "plugins", "runtime", "tests")
+PARTS = ("bench", "bundle", "demo", "exporter", "plugins", "runtime", "tests")
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,1 @@
+"""What decoding costs: plain and speculative, several bundles, other programs, in one run."""
