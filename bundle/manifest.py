@@ -11,6 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from . import tuned
 from .errors import BundleError, field_error
 from .files import atomic_file, safe_path, sha256_from_file
 from .limits import ShapeLimits
@@ -215,6 +216,7 @@ class Manifest:
 
     `max_length` is the longest sequence (prompt and output) in tokens; caches hold `max_length +
     slack_slots` slots, so that a whole block may be verified and padded up to the very end.
+    `tuned` are graphs for ONNX Runtime on the CPU, see `bundle.tuned`.
     """
 
     schema_version: int
@@ -233,6 +235,7 @@ class Manifest:
     files: dict[str, FileInfo]
     engines: dict[str, EngineInfo] = field(default_factory=dict)
     quantization: QuantizationInfo | None = None
+    tuned: dict[str, GraphInfo] = field(default_factory=dict)
 
     def check(self) -> None:
         """Check what a hand-edited manifest could break.
@@ -330,8 +333,9 @@ class Manifest:
                 engine.graph,
                 f"one of {sorted(self.graphs)}",
             )
-        needed = [g.file for g in self.graphs.values()]
-        needed += [w for g in self.graphs.values() for w in g.weights]
+        self._check_tuned(need)
+        graphs = [*self.graphs.values(), *self.tuned.values()]
+        needed = [path for graph in graphs for path in (graph.file, *graph.weights)]
         needed += [f for f in (self.tokenizer.file, self.tokenizer.chat_template) if f]
         needed += [e.file for e in self.engines.values()]
         for path in needed:
@@ -344,6 +348,18 @@ class Manifest:
             target.embedding_rows,
             f"<= {most}, as many as the target's weight files have room for",
         )
+
+    def _check_tuned(self, need: Callable[[bool, str, object, str], None]) -> None:
+        """Tuned graphs compute what the target's portable graph computes, and differ in known ways."""
+        target = self.graphs[TARGET]
+        for name, graph in self.tuned.items():
+            need(name in tuned.NAMES, "tuned", name, "one of " + ", ".join(tuned.NAMES))
+            need(graph.io == target.io, f"tuned.{name}.io", graph.io, "that of the target's graph")
+            done = [step for step in graph.passes if step not in target.passes]
+            known = [step for step in tuned.PASSES if step in done]
+            need(
+                done == known, f"tuned.{name}.passes", done, "some of " + ", ".join(tuned.PASSES) + " in turn"
+            )
 
     def _check_graphs(self, need: Callable[[bool, str, object, str], None]) -> None:
         """Compare what the manifest says of both models with the interfaces of their graphs."""

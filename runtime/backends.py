@@ -8,6 +8,7 @@ from ..bundle.errors import ProviderError, RequestError, field_error
 from ..bundle.limits import ShapeLimits
 from ..bundle.manifest import Manifest
 from ..bundle.tensors import DRAFT, TARGET
+from ..bundle.tuned import ALONE, TOGETHER
 from .engine import GraphRunner
 
 ONNXRUNTIME = "onnxruntime"
@@ -23,6 +24,7 @@ def runners_from_bundle(
     threads: int | None = None,
     *,
     needed: ShapeLimits | None = None,
+    together: bool = False,
 ) -> tuple[GraphRunner, GraphRunner]:
     """Load target and draft.
 
@@ -35,6 +37,7 @@ def runners_from_bundle(
         threads: threads of a pass on the CPU; see `ort_engine.effective_threads`.
         needed: shapes that engines have to cover; None takes what they were built for, see
             `GraphRunner.limits`.
+        together: whether most passes will be for several requests.
 
     Returns:
         The runners of the target and of the draft. Nothing is left open if either fails.
@@ -56,8 +59,11 @@ def runners_from_bundle(
                 f"provider {provider}: int8 bundles are made for the CPU; use the float32 or float16 bundle"
             )
 
+        tuned = manifest.tuned.get(TOGETHER if together else ALONE) if provider == "cpu" else None
+
         def load(graph: str) -> GraphRunner:
-            return runner_from_onnx(directory, manifest.graphs[graph], provider, threads)
+            info = tuned if graph == TARGET and tuned is not None else manifest.graphs[graph]
+            return runner_from_onnx(directory, info, provider, threads)
 
     else:
         if provider != "cpu":

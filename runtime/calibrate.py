@@ -9,13 +9,13 @@ from ..bundle.manifest import DraftInfo
 from ..bundle.tensors import LOGIT_SUMS, PROPOSALS
 from .pair import Lane, Pair
 from .passes import DraftPass, TargetPass
-from .policy import RowPolicy
+from .policy import AdaptiveRows
 from .stats import Phase
 
 _REPEATS = 2  # the first finds memory and kernels cold
 
 
-def calibrate(pair: Pair, info: DraftInfo, policy: RowPolicy) -> None:
+def calibrate(pair: Pair, info: DraftInfo, policy: AdaptiveRows) -> None:
     """Tell a policy what a few passes over lanes that nobody has yet cost; they are as new afterwards.
 
     Raises:
@@ -24,9 +24,12 @@ def calibrate(pair: Pair, info: DraftInfo, policy: RowPolicy) -> None:
     most = info.proposals + 1
     for count in sorted({1, len(pair.lanes)}):
         lanes = pair.lanes[:count]
-        for rows in sorted({EXACT_ROWS, most}, reverse=True):
-            policy.verified(count, rows, min(_verify_ms(pair, lanes, rows) for _ in range(_REPEATS)))
-        policy.drafted(count, min(_draft_ms(pair, info, lanes) for _ in range(_REPEATS)))
+        least = policy.least(count)
+        for rows in sorted({least, max(2, least), max(most // 2, least), most}, reverse=True):
+            for _ in range(_REPEATS):
+                policy.verify_cost.measure(count, rows, _verify_ms(pair, lanes, rows))
+        for _ in range(_REPEATS):
+            policy.draft_cost.measure(count, 1, _draft_ms(pair, info, lanes))
         for lane in lanes:
             pair.free(lane)
 

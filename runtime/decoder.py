@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -16,6 +17,7 @@ from typing import Any, Unpack
 from ..bundle.errors import RequestError, field_error
 from ..bundle.limits import PREFILL_ROWS, ShapeLimits
 from ..bundle.manifest import Manifest, Verify, check_files, manifest_from_bundle
+from ..bundle.tuned import least_rows
 from .accept import FinishReason
 from .backends import ONNXRUNTIME, runners_from_bundle
 from .calibrate import calibrate
@@ -206,7 +208,8 @@ class Decoder:
         self._prefill_rows = prefill_rows(target.limits, PREFILL_ROWS)
         self._most_rows = settings.verify_rows or most
         counts = None if target.limits is None else few_counts(most)
-        self._adaptive = None if settings.verify_rows else AdaptiveRows(most, settings.exact, counts)
+        least = partial(least_rows, target.info.passes, exact=settings.exact)
+        self._adaptive = None if settings.verify_rows else AdaptiveRows(most, least, counts)
         self._calibrated = False
 
     @classmethod
@@ -220,6 +223,7 @@ class Decoder:
         max_length: int | None = None,
         verify: Verify = Verify.HASHES,
         backend: str = ONNXRUNTIME,
+        together: bool = False,
     ) -> Decoder:
         """Open a bundle.
 
@@ -233,6 +237,8 @@ class Decoder:
             max_length: a limit below the bundle's, in tokens.
             verify: what is checked of the bundle's files.
             backend: onnxruntime, or tensorrt or tensorrt-rtx for the engines that were built into the bundle.
+            together: take the graph that is faster for many requests in a pass, as `Service.open` does. The
+                tokens are the same.
 
         Raises:
             BundleError: the bundle is missing or damaged.
@@ -252,7 +258,9 @@ class Decoder:
         if verify is Verify.HASHES:
             check_files(manifest, directory, verify)
         codec = TextCodec.from_bundle(directory, manifest.tokenizer) if manifest.tokenizer.file else None
-        target, draft = runners_from_bundle(directory, manifest, backend, provider, threads)
+        target, draft = runners_from_bundle(
+            directory, manifest, backend, provider, threads, together=together
+        )
         try:
             longest = longest_sequence(manifest, target, draft)
             settings = Settings(verify_rows, exact, longest if max_length is None else max_length)

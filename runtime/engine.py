@@ -55,6 +55,20 @@ class KVCache(Protocol):
     def capacity(self) -> int:
         """Slots of every cache tensor."""
 
+    def slots_for(self, looked: int, needed: int) -> int:
+        """How many slots the next pass looks at.
+
+        Args:
+            looked: what the lanes of the pass need.
+            needed: what any lane needs, also those that take no part; at least `looked`.
+
+        Returns:
+            `looked`, or more from a cache that is always looked at whole: it becomes as long as needed.
+
+        Raises:
+            EngineError: there is no memory for a longer cache.
+        """
+
     def save(self, lane: int, slots: int) -> SavedLane:
         """Copy the first `slots` slots of a lane to host memory. Bits are kept."""
 

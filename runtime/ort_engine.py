@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..bundle.errors import BundleError, EngineError, ProviderError, field_error
 from ..bundle.files import safe_path
 from ..bundle.limits import ShapeLimits
 from ..bundle.manifest import GraphInfo
 from ..bundle.tensors import BATCH, CAPACITY, DType, TensorInfo, present
+from ..bundle.tuned import WHOLE_CACHE
 from .checks import check_integer
-from .dtypes import NUMPY
-from .engine import DeviceTensor, HostArray, KVCache, SavedLane, resolve_axes
+from .engine import DeviceTensor, HostArray, KVCache, resolve_axes
+from .ort_cache import ONNX_TYPES, Block, Bound, OrtCache, OrtTensor, onnxruntime
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,7 @@ PROVIDERS = {
     ),
 }
 
-_Bound = dict[str, tuple[int, tuple[int, ...]]]
 _NOISE = re.compile(r"^.*\[ONNXRuntimeError\] : \d+ : \w+ : ", re.DOTALL)
-_ONNX = {
-    DType.FLOAT32: 1,
-    DType.FLOAT16: 10,
-    DType.BFLOAT16: 16,
-    DType.INT64: 7,
-}  # onnx.TensorProto's numbers
 
 
 def check_provider(name: str, dtype: DType) -> Provider:
@@ -99,7 +92,7 @@ def check_provider(name: str, dtype: DType) -> Provider:
             f"provider {name}: computes no {dtype.value}, and this bundle is {dtype.value}; export with "
             "`--dtype float32`, or choose another provider"
         )
-    if provider.providers[0] not in _onnxruntime().get_available_providers():
+    if provider.providers[0] not in onnxruntime().get_available_providers():
         raise _missing(name, "this onnxruntime has not got it")
     return provider
 
@@ -148,7 +141,7 @@ def runner_from_onnx(
         BundleError: the graph cannot be read.
         RequestError: `threads` is not a positive number.
     """
-    ort = _onnxruntime()
+    ort = onnxruntime()
     wanted = check_provider(provider, DType.FLOAT32)
     options = ort.SessionOptions()
     options.intra_op_num_threads = effective_threads(threads)
@@ -166,95 +159,6 @@ def runner_from_onnx(
     if session.get_providers()[0] != wanted.providers[0]:
         raise _missing(provider, "onnxruntime could not start it and would compute on the CPU")
     return OrtRunner(session, info, provider, wanted.device, options.intra_op_num_threads, ort.__version__)
-
-
-class _Block:
-    """Memory on the device: one allocation that tensors of several shapes are views of, one at a time."""
-
-    def __init__(self, dtype: DType, elements: int, device: str):
-        ort = _onnxruntime()
-        self.dtype = dtype
-        self.elements = elements
-        self.device = device
-        if device == "cpu":
-            # The memory is NumPy's own. A page that nobody touches takes none.
-            self.host: NDArray[Any] | None = np.zeros(elements, NUMPY[dtype])
-            self.value = None
-            self.address = self.host.ctypes.data
-            return
-        self.host = None
-        self.value = ort.OrtValue.ortvalue_from_shape_and_type((elements,), _ONNX[dtype], device, 0)
-        self.address = self.value.data_ptr()
-        self.write(np.zeros(elements, NUMPY[dtype]))
-
-    def read(self) -> NDArray[Any]:
-        """All elements in host memory: the memory itself on the CPU, a copy elsewhere."""
-        if self.host is not None:
-            return self.host
-        copied = np.empty(self.elements, NUMPY[self.dtype])
-        self._as_value(copied).update_inplace(self.value)
-        return copied
-
-    def write(self, data: NDArray[Any]) -> None:
-        """Set the first elements; on a device the others become zero."""
-        if self.host is not None:
-            self.host[: data.size] = data
-            return
-        whole = np.zeros(self.elements, NUMPY[self.dtype])
-        whole[: data.size] = data
-        assert self.value is not None
-        self.value.update_inplace(self._as_value(whole))
-
-    def _as_value(self, array: NDArray[Any]) -> Any:
-        return _onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX[self.dtype])
-
-
-class OrtTensor:
-    """A tensor in the memory of a cache: `engine.DeviceTensor`."""
-
-    def __init__(self, block: _Block, shape: tuple[int, ...]):
-        self.block = block
-        self.shape = shape
-        self._size = math.prod(shape)
-
-    def to_host(self) -> NDArray[Any]:
-        """See `engine.DeviceTensor`."""
-        return self.block.read()[: self._size].reshape(self.shape)
-
-    def fill(self, data: HostArray) -> None:
-        """Copy host values into the tensor."""
-        self.block.write(data.reshape(-1))
-
-
-class OrtCache:
-    """Caches of one graph and the buffers of its passes: `engine.KVCache`. Made by `OrtRunner.new_cache`.
-
-    Attributes:
-        tensors: the caches, by past_* name.
-        buffers: memory of the other inputs and outputs by name, large enough for the largest so far.
-        bindings: for each range of lanes and set of outputs what ONNX Runtime was told, and the address and
-            shape it points at by name.
-    """
-
-    def __init__(self, runner: OrtRunner, capacity: int, batch: int):
-        self.runner = runner
-        self.capacity = capacity
-        self.batch = batch
-        self.tensors: dict[str, OrtTensor] = {}
-        self.buffers: dict[str, _Block] = {}
-        self.bindings: dict[tuple[int, int, tuple[str, ...]], tuple[Any, _Bound]] = {}
-
-    def save(self, lane: int, slots: int) -> SavedLane:
-        """See `engine.KVCache`."""
-        return tuple(tensor.to_host()[lane, :, :slots].copy() for tensor in self.tensors.values())
-
-    def load(self, lane: int, saved: SavedLane) -> None:
-        """See `engine.KVCache`."""
-        for tensor, part in zip(self.tensors.values(), saved, strict=True):
-            whole = tensor.to_host()
-            whole[lane, :, : part.shape[1]] = part
-            if tensor.block.host is None:
-                tensor.block.write(whole.reshape(-1))
 
 
 class OrtRunner:
@@ -285,18 +189,14 @@ class OrtRunner:
         """See `engine.GraphRunner`."""
         self._open_session()
         try:
-            cache = OrtCache(self, capacity, batch)
-            for info in self._caches:
-                shape = _shape(info, {BATCH: batch, CAPACITY: capacity})
-                cache.tensors[info.name] = OrtTensor(
-                    _Block(info.dtype, math.prod(shape), self._device), shape
-                )
+            return OrtCache(
+                self, self._caches, capacity, batch, self._device, WHOLE_CACHE in self.info.passes
+            )
         except Exception as cause:  # MemoryError, or onnxruntime's own
             raise EngineError(
                 f"{self.info.file}: no memory for {batch} x {capacity} slots ({_first_line(cause)}); "
                 "lower max_new_tokens, max_length or the number of requests at once"
             ) from cause
-        return cache
 
     def run(
         self,
@@ -315,7 +215,7 @@ class OrtRunner:
         sizes = resolve_axes(
             self.info.io,
             {name: value.shape for name, value in inputs.items()},
-            {BATCH: len(lanes), CAPACITY: cache.capacity},
+            {BATCH: len(lanes), CAPACITY: cache.slots},
         )
         if len(inputs) != len(self._inputs):
             raise ValueError(f"inputs: got {sorted(inputs)}, expected {sorted(self._inputs)}")
@@ -352,7 +252,7 @@ class OrtRunner:
 
     def _binding(
         self, session: Any, cache: OrtCache, lanes: range, wanted: tuple[str, ...]
-    ) -> tuple[Any, _Bound]:
+    ) -> tuple[Any, Bound]:
         """What ONNX Runtime is told for these lanes: the caches' memory from the first of them on.
 
         One for every set of outputs: an output that was wanted once stays bound to its memory, which may be
@@ -369,7 +269,7 @@ class OrtRunner:
             place = (
                 self._device,
                 0,
-                _ONNX[info.dtype],
+                ONNX_TYPES[info.dtype],
                 (len(lanes), *tensor.shape[1:]),
                 tensor.block.address + lanes.start * lane_bytes,
             )
@@ -378,17 +278,17 @@ class OrtRunner:
         cache.bindings[key] = (binding, {})
         return cache.bindings[key]
 
-    def _bind(self, bind: Any, bound: _Bound, name: str, tensor: OrtTensor) -> None:
+    def _bind(self, bind: Any, bound: Bound, name: str, tensor: OrtTensor) -> None:
         place = (tensor.block.address, tensor.shape)
         if bound.get(name) != place:
-            bind(name, self._device, 0, _ONNX[tensor.block.dtype], tensor.shape, tensor.block.address)
+            bind(name, self._device, 0, ONNX_TYPES[tensor.block.dtype], tensor.shape, tensor.block.address)
             bound[name] = place
 
     def _buffer(self, cache: OrtCache, info: TensorInfo, shape: tuple[int, ...]) -> OrtTensor:
         elements = math.prod(shape)
         block = cache.buffers.get(info.name)
         if block is None or block.elements < elements:
-            block = cache.buffers[info.name] = _Block(info.dtype, elements, self._device)
+            block = cache.buffers[info.name] = Block(info.dtype, elements, self._device)
         return OrtTensor(block, shape)
 
 
@@ -396,19 +296,9 @@ def _shape(info: TensorInfo, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(sizes[axis] if isinstance(axis, str) else axis for axis in info.axes)
 
 
-def _onnxruntime() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as cause:
-        raise ProviderError(
-            "onnxruntime: not installed; pip install 'dflash-deploy[cpu]', or [cuda] for an NVIDIA GPU"
-        ) from cause
-    return onnxruntime
-
-
 def _missing(name: str, why: str) -> ProviderError:
     provider = PROVIDERS[name]
-    available = ", ".join(_onnxruntime().get_available_providers())
+    available = ", ".join(onnxruntime().get_available_providers())
     return ProviderError(
         f"provider {name}: {provider.providers[0]} is not available ({why}; it has {available}); "
         f"{provider.remedy}"

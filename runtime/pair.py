@@ -35,6 +35,7 @@ from ..bundle.tensors import (
     START,
     WANTED_ROWS,
 )
+from ..bundle.tuned import least_rows
 from .engine import DeviceTensor, GraphRunner, HostArray, KVCache, SavedLane
 from .kv import CacheLength
 from .passes import Drafted, DraftFailure, DraftPass, TargetPass, TargetRows
@@ -163,8 +164,8 @@ class Pair:
         self._keep_features(self.lanes)  # the memory that they are in is about to be written to
         rows = max(len(asked.ids) for _, asked in work)
         logit_rows = max(asked.logit_rows for _, asked in work)
+        rows = max(rows, least_rows(self._target.info.passes, len(lanes), self._exact))
         if self._exact:
-            rows = max(rows, EXACT_ROWS)
             logit_rows = max(logit_rows, -(-EXACT_ROWS // len(lanes)))
         input_ids = np.zeros((len(lanes), rows), np.int64)
         wanted_rows = np.zeros((len(lanes), logit_rows), np.int64)
@@ -178,7 +179,7 @@ class Pair:
         inputs: dict[str, HostArray | DeviceTensor] = {
             INPUT_IDS: input_ids,
             START: np.array([lane.target.committed for lane in within], np.int64),
-            SLOTS: self._slots[: max(lane.target.kv_for(rows) for lane in within)],
+            SLOTS: self._slots[: self._slots_for(within, rows)],
             WANTED_ROWS: wanted_rows,
         }
         self._touch(within, [lane.target.committed + rows for lane in within])
@@ -351,6 +352,13 @@ class Pair:
         del self._target_cache, self._draft_cache
 
     # Inside.
+
+    def _slots_for(self, within: Sequence[Lane], rows: int) -> int:
+        """Slots that a pass of the target looks at."""
+        looked = max(lane.target.kv_for(rows) for lane in within)
+        return self._target_cache.slots_for(
+            looked, max(looked, *(lane.target.written for lane in self.lanes))
+        )
 
     def _caches(self) -> list[KVCache]:
         return [cache for cache in (self._target_cache, self._draft_cache) if cache is not None]

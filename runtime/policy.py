@@ -6,17 +6,20 @@ tokens are chosen greedily; with a temperature the law is the same, and the draw
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
-from ..bundle.limits import EXACT_ROWS
+from ..bundle.tuned import least_rows
+from .pass_cost import PassCost
 
 PROBE_ROUNDS = 64
 """A policy that decodes plainly asks the draft again after so many rounds."""
 
-_MEMORY = 0.95  # of what was learnt, a new observation leaves this much
 _PRIOR_ACCEPTANCE = 0.7
-_ACCEPTANCE_MEMORY = 0.98
+_PRIOR_WEIGHT = 4.0  # of so many observations
+_MOST_WEIGHT = 40.0  # what was seen longer ago than about this counts less and less
 
 
 class RowPolicy(Protocol):
@@ -62,57 +65,35 @@ def few_counts(most: int) -> tuple[int, ...]:
 
 
 @dataclass
-class LinearCost:
-    """Time of a pass as ``base + slope * size``, by least squares over what was seen, the latest most."""
-
-    weight: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
-
-    def observe(self, size: float, took_ms: float) -> None:
-        """Learn from a pass."""
-        self.weight = self.weight * _MEMORY + 1.0
-        self.x = self.x * _MEMORY + size
-        self.y = self.y * _MEMORY + took_ms
-        self.xx = self.xx * _MEMORY + size * size
-        self.xy = self.xy * _MEMORY + size * took_ms
-
-    def estimate(self, size: float) -> float | None:
-        """Expected time in milliseconds; None if nothing was seen."""
-        if self.weight == 0.0:
-            return None
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        variance = self.xx / self.weight - mean_x * mean_x
-        if variance <= 1e-9:
-            return mean_y * max(size / mean_x, 1.0) if mean_x > 0 else mean_y
-        slope = max((self.xy / self.weight - mean_x * mean_y) / variance, 0.0)
-        return max(mean_y + slope * (size - mean_x), 0.1 * mean_y)
-
-
-@dataclass
 class AdaptiveRows:
     """What promises the most tokens a millisecond, from the costs and the acceptance seen so far.
 
     Attributes:
         most: the largest count, anchor included.
-        exact: whether a lone row is computed as two.
+        least: given how many requests are computed together, the least rows of each that are: see
+            `bundle.tuned.least_rows`.
+        verify_cost: of verify passes, by requests and rows.
+        draft_cost: of draft passes, by requests.
+        acceptance: for each place of a block the share of proposals that stood, if those before it did.
+        weights: how many observations each of them stands for.
+        plain_rounds: how many requests in a row were told to decode plainly.
         counts: what to choose from beside plain decoding; None is every count to `most`. An engine compiles
             and captures passes by their shapes, and likes few.
     """
 
     most: int
-    exact: bool = True
+    least: Callable[[int], int] = field(default=partial(least_rows, ()))
     counts: tuple[int, ...] | None = None
-    verify_cost: LinearCost = field(default_factory=LinearCost)
-    draft_cost: LinearCost = field(default_factory=LinearCost)
+    verify_cost: PassCost = field(default_factory=PassCost)
+    draft_cost: PassCost = field(default_factory=PassCost)
     acceptance: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
     plain_rounds: int = 0
 
     def __post_init__(self) -> None:
         """Begin with a guess that lets the draft show what it can."""
         self.acceptance = [_PRIOR_ACCEPTANCE] * (self.most - 1)
+        self.weights = [_PRIOR_WEIGHT] * (self.most - 1)
 
     def rows(self, requests: int) -> int:
         """See `RowPolicy`."""
@@ -122,7 +103,7 @@ class AdaptiveRows:
             self.plain_rounds = 0
             return chosen
         self.plain_rounds += 1
-        if self.plain_rounds < PROBE_ROUNDS:
+        if self.plain_rounds < PROBE_ROUNDS * requests:  # each of them asks once a round
             return 1
         self.plain_rounds = 0
         return counts[0]
@@ -133,24 +114,23 @@ class AdaptiveRows:
         for share in self.acceptance[: rows - 1]:
             stands *= share
             tokens += stands
-        computed = max(rows, EXACT_ROWS) if self.exact else rows
-        verify = self.verify_cost.estimate(requests * computed)
-        draft = self.draft_cost.estimate(requests) if rows > 1 else 0.0
+        verify = self.verify_cost.estimate(requests, max(rows, self.least(requests)))
+        draft = self.draft_cost.estimate(requests, 1) if rows > 1 else 0.0
         if verify is None or draft is None:
             return float(rows)  # nothing is known yet: draft, and learn
         return tokens / (verify + draft)
 
     def verified(self, requests: int, rows: int, took_ms: float) -> None:
         """See `RowPolicy`."""
-        computed = max(rows, EXACT_ROWS) if self.exact else rows
-        self.verify_cost.observe(requests * computed, took_ms)
+        self.verify_cost.observe(requests, max(rows, self.least(requests)), took_ms)
 
     def drafted(self, requests: int, took_ms: float) -> None:
         """See `RowPolicy`."""
-        self.draft_cost.observe(requests, took_ms)
+        self.draft_cost.observe(requests, 1, took_ms)
 
     def accepted(self, proposed: int, accepted: int) -> None:
         """See `RowPolicy`."""
         for place in range(min(proposed, accepted + 1)):
             seen = 1.0 if place < accepted else 0.0
-            self.acceptance[place] += (1.0 - _ACCEPTANCE_MEMORY) * (seen - self.acceptance[place])
+            self.weights[place] = min(self.weights[place] + 1.0, _MOST_WEIGHT)
+            self.acceptance[place] += (seen - self.acceptance[place]) / self.weights[place]

@@ -97,7 +97,7 @@ class Service:
         settings = _checked(settings)
         if "verify_rows" in options:
             raise RequestError("verify_rows: a service has its own; set ServiceSettings.verify_rows")
-        decoder = Decoder.open(bundle, **options)
+        decoder = Decoder.open(bundle, together=settings.max_requests > 1, **options)
         try:
             return cls(decoder, settings, own=True)
         except BaseException:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from ..bundle.errors import RequestError, field_error
 from ..bundle.limits import ShapeLimits
+from ..bundle.tuned import least_rows
 from .calibrate import calibrate
 from .checks import check_integer
 from .decoder import Decoder
@@ -74,12 +76,12 @@ def scheduler_from_settings(decoder: Decoder, settings: ServiceSettings) -> tupl
     most = manifest.draft.proposals + 1
     rows = most if settings.verify_rows is None else settings.verify_rows
     check_integer("verify_rows", rows, f"1 to {most} (anchor and proposals)", 1, most)
+    pair = Pair(manifest, target, draft, capacity, lanes, exact)
     policy: RowPolicy = FixedRows(rows)
     if settings.verify_rows is None:
-        policy = AdaptiveRows(most, exact, None if fixed is None else few_counts(most))
-    pair = Pair(manifest, target, draft, capacity, lanes, exact)
-    if settings.verify_rows is None:
-        calibrate(pair, manifest.draft, policy)
+        fewest = partial(least_rows, target.info.passes, exact=exact)
+        policy = adaptive = AdaptiveRows(most, fewest, None if fixed is None else few_counts(most))
+        calibrate(pair, manifest.draft, adaptive)
     parts = prefill_rows(fixed, settings.prefill_rows)
     scheduler = Scheduler(pair, manifest.draft, parts, settings.prefill_rows, policy, rows)
     return scheduler, lanes_bytes, budget - lanes_bytes

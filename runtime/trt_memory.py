@@ -237,6 +237,10 @@ class TrtCache:
         if layout.caches:
             device.clear(arena.memory.address + layout.caches_at, layout.bytes - layout.caches_at)
 
+    def slots_for(self, looked: int, needed: int) -> int:  # noqa: ARG002 - engines look at what they are told
+        """See `engine.KVCache`."""
+        return looked
+
     def save(self, lane: int, slots: int) -> SavedLane:
         """See `engine.KVCache`."""
         saved = []

@@ -82,4 +82,7 @@ def relabelled(bundle: Path, dtype: t.DType) -> Path:
         name: dataclasses.replace(graph, io=interfaces.get(name, graph.io))
         for name, graph in manifest.graphs.items()
     }
-    return sealed(bundle, dtype=dtype, target=target, draft=draft, graphs=graphs)
+    tuned = {
+        name: dataclasses.replace(graph, io=interfaces[t.TARGET]) for name, graph in manifest.tuned.items()
+    }
+    return sealed(bundle, dtype=dtype, target=target, draft=draft, graphs=graphs, tuned=tuned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 
@@ -27,8 +28,11 @@ class TinyBundle:
 TARGET = {"hidden_size": 32, "vocab_size": 160, "max_position_embeddings": 128}
 
 
-def _dflash2(folder: Path, depth: int = 4, layers: int = 2, taps: tuple[int, ...] = (2, 0, 1)) -> None:
-    model = tiny_target(21, folder / "target", **TARGET, num_hidden_layers=depth, tie_word_embeddings=True)
+def _dflash2(
+    folder: Path, depth: int = 4, layers: int = 2, taps: tuple[int, ...] = (2, 0, 1), **target: Any
+) -> None:
+    config = {**TARGET, "num_hidden_layers": depth, "tie_word_embeddings": True, **target}
+    model = tiny_target(21, folder / "target", **config)
     zlab_draft(
         21,
         folder / "draft",
@@ -42,6 +46,11 @@ def _dflash2(folder: Path, depth: int = 4, layers: int = 2, taps: tuple[int, ...
         selector_rank=4,
         selector_top_k=4,
     )
+
+
+def _grouped(folder: Path) -> None:
+    """Two query heads share the keys of one."""
+    _dflash2(folder, 3, 1, (0, 1), num_attention_heads=4, num_key_value_heads=2)
 
 
 def _half(folder: Path) -> None:
@@ -115,6 +124,7 @@ def _speculators2(folder: Path) -> None:
 
 _PAIRS: dict[str, tuple[Callable[[Path], None], DType]] = {
     "dflash2": (_dflash2, DType.FLOAT32),
+    "dflash2-grouped": (_grouped, DType.FLOAT32),
     "dflash2-float16": (_half, DType.FLOAT16),
     "dflash": (_dflash, DType.FLOAT32),
     "speculators": (_speculators, DType.FLOAT32),

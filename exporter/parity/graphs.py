@@ -21,6 +21,7 @@ from ...bundle import tensors as t
 from ...bundle.errors import BundleError, EngineError, ProviderError
 from ...bundle.files import safe_path
 from ...bundle.manifest import GraphInfo, Manifest
+from ...bundle.tuned import WHOLE_CACHE
 
 PROVIDER = "CPUExecutionProvider"
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -141,6 +142,11 @@ class _Cached:
         """Forget everything; caches with `capacity` slots."""
         self._past = empty_caches(self._cache, batch, capacity)
 
+    @property
+    def capacity(self) -> int:
+        """Slots of the caches."""
+        return next(iter(self._past.values())).shape[2]
+
     def _run(self, inputs: dict[str, Array], wanted: Sequence[str] | None) -> dict[str, Array]:
         presents = [t.present(name) for name in self._past]
         names = (
@@ -159,9 +165,11 @@ def _ints(values: int | Sequence[int] | Array, batch: int) -> Array:
 class TargetGraph(_Cached):
     """The target graph of a bundle."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        """Load it; see `BundleGraph`."""
-        super().__init__(directory, manifest.graphs[t.TARGET], manifest.target.cache)
+    def __init__(self, directory: Path, manifest: Manifest, info: GraphInfo | None = None) -> None:
+        """Load it, or a tuned one; see `BundleGraph`."""
+        info = manifest.graphs[t.TARGET] if info is None else info
+        super().__init__(directory, info, manifest.target.cache)
+        self._whole = WHOLE_CACHE in info.passes
 
     def run(
         self,
@@ -177,17 +185,19 @@ class TargetGraph(_Cached):
             ids: [B, R].
             start: slot of the first row, one for all or [B].
             wanted_rows: [W] or [B, W]; default: all.
-            kv: slots looked at; default: just enough.
+            kv: slots looked at; default: just enough, or all if the graph looks at them.
             wanted: outputs; default: all but the caches.
         """
         ids = np.asarray(ids, np.int64)
         batch, rows = ids.shape
         first = _ints(start, batch)
+        if kv is None:
+            kv = self.capacity if self._whole else int(first.max()) + rows
         chosen = np.arange(rows) if wanted_rows is None else np.asarray(wanted_rows)
         inputs = {
             t.INPUT_IDS: ids,
             t.START: first,
-            t.SLOTS: np.arange(int(first.max()) + rows if kv is None else kv, dtype=np.int64),
+            t.SLOTS: np.arange(kv, dtype=np.int64),
             t.WANTED_ROWS: np.ascontiguousarray(np.broadcast_to(chosen, (batch, chosen.shape[-1])), np.int64),
         }
         return self._run(inputs, wanted)

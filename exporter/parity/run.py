@@ -18,6 +18,7 @@ from .prompts import prompt_ids
 from .report import ParityReport
 from .sources import sources_from_manifest
 from .stages import DraftStages, TargetStages, compare_settings
+from .tuned import TunedStages
 
 NEW_TOKENS = 48
 MOST_PROMPTS = 4
@@ -78,6 +79,7 @@ def parity_report(
             draft_model = draft_original(draft_checkpoint, target_original)
         with progress.stage("load the bundle"):
             target_graph, draft_graph = TargetGraph(directory, manifest), DraftGraph(directory, manifest)
+        tuned = TunedStages(directory, manifest, target_graph)
         targets = TargetStages(manifest, target_graph, draft_model.taps)
         drafts = DraftStages(directory, manifest, draft_graph, draft_model)
         loop = BundleLoop(manifest, target_graph, draft_graph, draft_model.shortest_block)
@@ -88,6 +90,8 @@ def parity_report(
                 sample = sample_from_prompt(name, prompt, new_tokens, target_original, draft_model.taps)
             with progress.stage(f"{name}: target stages"):
                 targets.add(sample)
+            with progress.stage(f"{name}: tuned graphs"):
+                tuned.add(sample)
             with progress.stage(f"{name}: draft stages"):
                 drafts.add(sample)
             with progress.stage(f"{name}: whole generations"):
@@ -95,6 +99,7 @@ def parity_report(
     stages = (
         compare_settings(manifest, draft_model),
         *targets.reports(),
+        *tuned.reports(),
         *drafts.reports(),
         *generations.reports(),
     )

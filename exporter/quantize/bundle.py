@@ -29,6 +29,7 @@ from ...bundle.manifest import (
 from ...bundle.tensors import DRAFT, TARGET, DType
 from ..export import export_bundle
 from ..progress import NullProgress, Progress
+from ..tune.bundle import tuned_graphs
 from ..weights import WEIGHT_FILE
 from .int8 import DOMAIN, replace_embedding, replace_group
 from .linear import Array, array_of, groups_of, weight_name
@@ -97,8 +98,9 @@ def quantize_bundle(
                     _quantise(model, head, of_head, factors, weights)
                 graphs[name] = _save(model, manifest.graphs[name], work, weights)
             _copy_others(manifest, bundle, work)
+        tuned = tuned_graphs(work, graphs[TARGET], manifest.target.cache)
         files = {p.relative_to(work).as_posix(): file_info(p) for p in sorted(work.rglob("*")) if p.is_file()}
-        quantised = replace(manifest, graphs=graphs, files=files, engines={})
+        quantised = replace(manifest, graphs=graphs, files=files, engines={}, tuned=tuned)
         with progress.stage("check quality"):
             info = _quality(bundle, manifest, work, quantised, check, ids)
             if not info.perplexity_ratio <= max_perplexity_ratio:
@@ -227,7 +229,7 @@ def _save(model: ir.Model, info: GraphInfo, work: Path, weights: _Weights) -> Gr
 
 
 def _copy_others(manifest: Manifest, bundle: Path, work: Path) -> None:
-    made = {WEIGHT_FILE, *(info.file for info in manifest.graphs.values())}
+    made = {WEIGHT_FILE, *(info.file for info in (*manifest.graphs.values(), *manifest.tuned.values()))}
     made |= {engine.file for engine in manifest.engines.values()}
     for name in set(manifest.files) - made:
         (work / name).parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,6 @@ STEPS = 127
 """Activations are rounded to this many steps on either side of zero, as weights are."""
 
 _ZERO = 128  # of the activations: the fast kernels take unsigned times signed
-_TINY = 1e-30  # a row of zeros has a scale too
 DOMAIN = "com.microsoft"
 
 Place = Callable[[str, NDArray[np.generic]], ir.Value]
@@ -61,9 +60,9 @@ def replace_group(graph: ir.Graph, group: Group, weights: Sequence[Array], place
 
     size = node("Abs", group.source).outputs[0]
     size = node("ReduceMax", size, place("int8.last_axis", np.array([-1], np.int64)), keepdims=1).outputs[0]
-    size = node("Max", size, place("int8.tiny", np.array(_TINY, np.float32))).outputs[0]  # [R, 1]
     step = place("int8.step", np.array(1.0 / STEPS, np.float32))
     zero = place("int8.zero", np.array(_ZERO, np.uint8))
+    # A row of zeros becomes some integers, whose product times a size of zero is zero.
     rows = node("QuantizeLinear", node("Div", group.source, size).outputs[0], step, zero).outputs[0]
     product = node("MatMulIntegerToFloat", rows, weight, step, scales, zero, domain=DOMAIN).outputs[0]
     result = node("Mul", product, size).outputs[0]  # [R, sum of N]

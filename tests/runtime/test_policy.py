@@ -5,20 +5,22 @@ import pytest
 
 from dflash_deploy.runtime.calibrate import calibrate
 from dflash_deploy.runtime.pair import Pair
-from dflash_deploy.runtime.policy import PROBE_ROUNDS, AdaptiveRows, FixedRows, LinearCost, few_counts
+from dflash_deploy.runtime.pass_cost import PassCost
+from dflash_deploy.runtime.policy import PROBE_ROUNDS, AdaptiveRows, FixedRows, few_counts
 from toy_engines import BLOCK, ToyDraft, ToyTarget, toy_manifest
 
 
-def told(acceptance: float, verify=(20.0, 1.0), draft=(5.0, 1.0), most: int = 8) -> AdaptiveRows:
+def told(
+    acceptance: float, verify=(20.0, 1.0), draft=(5.0, 1.0), most: int = 8, observations: int = 600
+) -> AdaptiveRows:
     """A policy that saw passes of these base and slope, and blocks of this acceptance."""
     policy = AdaptiveRows(most)
-    for _ in range(4):
-        for requests in (1, 8):
-            for rows in (2, most):
-                policy.verified(requests, rows, verify[0] + verify[1] * requests * rows)
-            policy.drafted(requests, draft[0] + draft[1] * requests)
+    for requests in (1, 8):
+        for rows in (2, most):
+            policy.verify_cost.measure(requests, rows, verify[0] + verify[1] * requests * rows)
+        policy.draft_cost.measure(requests, 1, draft[0] + draft[1] * requests)
     random = np.random.default_rng(0)
-    for _ in range(600):
+    for _ in range(observations):
         accepted = 0
         while accepted < most - 1 and random.random() < acceptance:
             accepted += 1
@@ -26,29 +28,56 @@ def told(acceptance: float, verify=(20.0, 1.0), draft=(5.0, 1.0), most: int = 8)
     return policy
 
 
-def test_costs_are_learnt():
-    cost = LinearCost()
-    assert cost.estimate(3.0) is None
-    for size in (1, 2, 5, 9, 16):
-        cost.observe(size, 7.0 + 0.5 * size)
-    assert cost.estimate(4.0) == pytest.approx(9.0, rel=0.02)
-    assert cost.estimate(32.0) == pytest.approx(23.0, rel=0.05)
+def test_costs_between_measured_sizes_are_on_a_line():
+    cost = PassCost()
+    assert cost.estimate(1, 3) is None
+    for requests in (1, 5):
+        for rows in (2, 8):
+            cost.measure(requests, rows, 7.0 + requests * rows)
+    for requests, rows in ((1, 2), (1, 5), (3, 8), (2, 3), (5, 12), (9, 8)):
+        assert cost.estimate(requests, rows) == pytest.approx(7.0 + requests * rows)
+    assert cost.estimate(1, 1) == pytest.approx(9.0)  # below the least, a pass is not cheaper
 
 
-def test_one_size_alone_says_nothing_of_the_slope_but_is_no_error():
-    cost = LinearCost()
-    cost.observe(4, 10.0)
-    assert cost.estimate(2.0) == pytest.approx(10.0)
-    assert cost.estimate(8.0) == pytest.approx(20.0)
+def test_of_two_measurements_the_faster_counts():
+    cost = PassCost()
+    for took in (12.0, 10.0, 11.0):
+        cost.measure(1, 4, took)
+    assert cost.estimate(1, 4) == 10.0
 
 
-def test_a_change_of_the_machine_is_followed():
-    cost = LinearCost()
+def test_one_size_alone_says_nothing_of_smaller_ones_but_is_no_error():
+    cost = PassCost()
+    cost.observe(1, 4, 10.0)
+    assert cost.estimate(1, 2) == pytest.approx(10.0)
+    assert cost.estimate(1, 8) == pytest.approx(20.0)
+
+
+def test_a_change_of_the_machine_is_followed_and_rounds_that_are_all_alike_do_not_hide_the_others():
+    cost = PassCost()
+    for rows in (1, 8):
+        cost.measure(1, rows, 10.0 + rows)
     for factor in (1.0, 3.0):
-        for _ in range(100):
-            for size in (2, 8):
-                cost.observe(size, factor * (10.0 + size))
-    assert cost.estimate(8.0) == pytest.approx(54.0, rel=0.05)
+        for _ in range(200):
+            cost.observe(1, 8, factor * 18.0)
+    assert cost.estimate(1, 8) == pytest.approx(54.0, rel=0.02)
+    assert cost.estimate(1, 1) == pytest.approx(33.0, rel=0.02)
+
+
+def test_one_slow_pass_changes_little():
+    cost = PassCost()
+    cost.measure(1, 4, 10.0)
+    cost.observe(1, 4, 10_000.0)
+    assert cost.estimate(1, 4) < 12.0
+
+
+def test_a_draft_that_knows_nothing_is_found_out_soon():
+    policy = told(0.0, observations=0)
+    rounds = 0
+    while (rows := policy.rows(1)) > 1:
+        policy.accepted(rows - 1, 0)
+        rounds += 1
+    assert rounds <= 15
 
 
 def test_a_good_draft_is_verified_whole_and_a_bad_one_not_at_all():
@@ -101,8 +130,8 @@ def test_calibration_leaves_lanes_as_new():
     pair = Pair(manifest, target, draft, 64, 3)
     policy = AdaptiveRows(BLOCK)
     calibrate(pair, manifest.draft, policy)
-    assert policy.verify_cost.estimate(8) is not None
-    assert policy.draft_cost.estimate(3) is not None
+    assert policy.verify_cost.estimate(1, 8) is not None
+    assert policy.draft_cost.estimate(3, 1) is not None
     assert {call["batch"] for call in target.calls} == {1, 3}
     for lane in pair.lanes:
         assert (lane.target.committed, lane.draft.committed, lane.features) == (0, 0, [])

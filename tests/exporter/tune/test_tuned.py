@@ -1,0 +1,238 @@
+"""Tuned graphs: the bits of the portable graph, whatever the shapes; and what is refused of a manifest."""
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from dflash_deploy.bundle import tensors as t
+from dflash_deploy.bundle.errors import BundleError
+from dflash_deploy.bundle.manifest import manifest_from_bundle
+from dflash_deploy.bundle.tensors import DType
+from dflash_deploy.bundle.tuned import (
+    ALONE,
+    GROUP_HEADS,
+    MERGE_HEADS,
+    TOGETHER,
+    WHOLE_CACHE,
+    least_rows,
+)
+from dflash_deploy.exporter.parity.graphs import TargetGraph
+from dflash_deploy.exporter.quantize.bundle import quantize_bundle
+from dflash_deploy.exporter.tune.bundle import tuned_graphs
+from dflash_deploy.runtime.decoder import Decoder
+from dflash_deploy.runtime.service import Service, ServiceSettings
+from dflash_deploy.runtime.stats import Mode
+from originals import tiny_target
+from target_cases import graph_alone, options
+from tiny_bundles import TARGET, exported
+
+CAPACITY = 96
+RANDOM = np.random.default_rng(3)
+
+
+@pytest.fixture(scope="module", params=["float32", "int8"])
+def bundle(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    pair = exported("dflash2-grouped", folder)
+    if request.param == "float32":
+        return pair.bundle
+    ids = RANDOM.integers(0, TARGET["vocab_size"], 512).tolist()
+    quantize_bundle(pair.bundle, folder / "int8", ids, max_perplexity_ratio=1.2)
+    return folder / "int8"
+
+
+@pytest.fixture(scope="module")
+def graphs(bundle):
+    manifest = manifest_from_bundle(bundle)
+    return {
+        "portable": TargetGraph(bundle, manifest),
+        **{name: TargetGraph(bundle, manifest, info) for name, info in manifest.tuned.items()},
+    }
+
+
+def prompts(batch: int, rows: int) -> np.ndarray:
+    return RANDOM.integers(0, TARGET["vocab_size"], (batch, rows))
+
+
+def stored(model):
+    """Names and places of the weights outside."""
+    return {(x.name, tuple(map(str, x.external_data))) for x in model.graph.initializer if x.external_data}
+
+
+def test_what_was_done_is_said(bundle):
+    manifest = manifest_from_bundle(bundle)
+    rounded = manifest.quantization is not None
+    first = ("smooth", "int8", MERGE_HEADS) if rounded else ()
+    assert manifest.tuned[ALONE].passes == (*first, WHOLE_CACHE)
+    assert manifest.tuned[TOGETHER].passes == (*first, WHOLE_CACHE, GROUP_HEADS)
+    for info in manifest.tuned.values():
+        model = onnx.load(bundle / info.file, load_external_data=False)
+        kinds = [node.op_type for node in model.graph.node]
+        assert "Slice" not in kinds
+        assert kinds.count("Attention") == manifest.target.num_layers
+        names = [node.name for node in model.graph.node]
+        assert len(set(names)) == len(names)
+        onnx.checker.check_model(str(bundle / info.file), full_check=not rounded)
+        weights = {
+            (x.name, tuple(map(str, x.external_data))) for x in model.graph.initializer if x.external_data
+        }
+        portable = onnx.load(bundle / manifest.graphs[t.TARGET].file, load_external_data=False)
+        assert weights <= {(x.name, tuple(map(str, x.external_data))) for x in portable.graph.initializer}
+
+
+@pytest.mark.parametrize("name", [ALONE, TOGETHER])
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("rows", [2, 3, 8, 31])
+def test_bits_are_those_of_the_portable_graph(graphs, name, batch, rows):
+    """A prompt, then more rows behind starts that differ; caches too, and in caches of any length."""
+    first, second = prompts(batch, 40), prompts(batch, rows)
+    starts = RANDOM.integers(1, 41, batch)
+    outputs = {}
+    for key, capacity in (("portable", CAPACITY), (name, CAPACITY), (name, 71)):
+        graph = graphs[key]
+        graph.reset(capacity, batch)
+        graph.run(first, 0)
+        outputs[key, capacity] = graph.run(second, starts), graph._past
+    expected, caches = outputs.pop(("portable", CAPACITY))
+    for (_, capacity), (got, kept) in outputs.items():
+        assert expected.keys() == got.keys()
+        for output in expected:
+            np.testing.assert_array_equal(got[output], expected[output])
+        for past, cache in kept.items():
+            np.testing.assert_array_equal(cache, caches[past][:, :, :capacity])
+
+
+@pytest.mark.parametrize("batch", [2, 3, 16])
+def test_grouped_a_lone_row_of_several_requests_has_the_bits_of_one_in_company(graphs, batch):
+    first, second = prompts(batch, 40), prompts(batch, 4)
+    starts = RANDOM.integers(1, 41, batch)
+    graph = graphs[TOGETHER]
+    found = []
+    for rows in (1, 4):
+        graph.reset(CAPACITY, batch)
+        graph.run(first, 0)
+        found.append(graph.run(second[:, :rows], starts))
+    for output in (t.LOGITS, t.FEATURES, t.GREEDY_IDS):
+        np.testing.assert_array_equal(found[0][output], found[1][output][:, :1])
+
+
+def test_how_many_rows_a_pass_needs():
+    assert least_rows((), 1) == least_rows((), 9) == 2
+    assert least_rows((WHOLE_CACHE, GROUP_HEADS), 1) == 2
+    assert least_rows((WHOLE_CACHE, GROUP_HEADS), 2) == 1
+    assert least_rows((), 1, exact=False) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "expected"),
+    [
+        ("llama", {"num_key_value_heads": 4}, [ALONE]),  # no two heads share keys
+        (
+            "gemma2",
+            {"attn_logit_softcapping": 30.0},
+            [ALONE],
+        ),  # softcap: no Attention node
+        ("gemma3_text", {}, [ALONE, TOGETHER]),  # two masks
+        ("qwen3", {}, [ALONE, TOGETHER]),
+    ],
+)
+def test_families(family, config, expected, tmp_path):
+    drawn = options(family, 0, 3) | {"num_attention_heads": 4, "num_key_value_heads": 2, **config}
+    tiny_target(31, tmp_path / "target", family, **drawn)
+    spec, portable = graph_alone(tmp_path / "target", tmp_path / "graph")
+    info, cache = portable._graph.info, portable._cache
+    tuned = tuned_graphs(tmp_path / "graph", info, cache)
+    assert list(tuned) == expected
+    ids, more = (RANDOM.integers(0, spec.vocab_size, (2, rows)) for rows in (30, 5))
+    found = []
+    for graph in (portable, *(_alone(tmp_path / "graph", one, cache) for one in tuned.values())):
+        graph.reset(CAPACITY, 2)
+        graph.run(ids, 0)
+        found.append(graph.run(more, [30, 11]))
+    for got in found[1:]:
+        for output in (t.LOGITS, t.FEATURES):
+            np.testing.assert_array_equal(got[output], found[0][output])
+    assert spec.num_layers == 3
+
+
+def _alone(folder, info, cache):
+    graph = TargetGraph.__new__(TargetGraph)
+    super(TargetGraph, graph).__init__(folder, info, cache)
+    graph._whole = True
+    return graph
+
+
+def test_a_dtype_that_the_cpu_does_not_compute_is_not_tuned(bundle, tmp_path):
+    manifest = manifest_from_bundle(bundle)
+    cache = replace(manifest.target.cache, dtype=DType.BFLOAT16)
+    assert tuned_graphs(tmp_path, manifest.graphs[t.TARGET], cache) == {}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tuned: {"target.gpu": tuned[ALONE]}, r"tuned: got 'target.gpu', expected one of target.cpu"),
+        (
+            lambda tuned: {ALONE: replace(tuned[ALONE], passes=("polish",))},
+            r"tuned.target.cpu.passes: got .*'polish'.* expected some of",
+        ),
+        (
+            lambda tuned: {ALONE: replace(tuned[ALONE], io=t.GraphIO((), ()))},
+            r"tuned.target.cpu.io: got .* expected that of the target's graph",
+        ),
+        (lambda tuned: {ALONE: replace(tuned[ALONE], file="other.onnx")}, r"files: got 'other.onnx'"),
+    ],
+)
+def test_a_manifest_that_says_something_else_is_refused(bundle, change, message):
+    manifest = manifest_from_bundle(bundle)
+    with pytest.raises(BundleError, match=message):
+        replace(manifest, tuned=change(dict(manifest.tuned))).check()
+
+
+def test_alone_and_together_the_runtime_gives_the_tokens_of_the_portable_graph(bundle):
+    """Answers of several lengths, so that caches grow and shrink while others are in them."""
+    asked = [
+        (prompts(1, rows)[0].tolist(), new) for rows, new in ((3, 60), (40, 8), (9, 50), (30, 20), (2, 9))
+    ]
+    manifest = manifest_from_bundle(bundle)
+    portable = replace(manifest, tuned={})
+
+    def answers(decoder, mode):
+        return [decoder.generate(prompt, new, mode=mode).ids for prompt, new in asked]
+
+    with Decoder.open(bundle, threads=1, verify_rows=4) as decoder:
+        assert WHOLE_CACHE in decoder.runners[0].info.passes
+        got = {mode: answers(decoder, mode) for mode in Mode}
+    with _opened(bundle, portable) as decoder:
+        assert decoder.runners[0].info.passes == manifest.graphs[t.TARGET].passes
+        expected = answers(decoder, Mode.PLAIN)
+    assert got[Mode.PLAIN] == got[Mode.SPECULATIVE] == expected
+    for rows in (1, 4):
+        settings = ServiceSettings(max_requests=3, verify_rows=rows)
+        with Service.open(bundle, settings, threads=1) as service:
+            assert GROUP_HEADS in service.decoder.runners[0].info.passes
+            tickets = [service.submit(prompt, new) for prompt, new in asked]
+            assert [ticket.result().ids for ticket in tickets] == expected
+
+
+def _opened(bundle, manifest):
+    from dflash_deploy.runtime.backends import runners_from_bundle
+    from dflash_deploy.runtime.decoder import Settings
+
+    target, draft = runners_from_bundle(bundle, manifest, threads=1)
+    return Decoder(manifest, target, draft, None, Settings(4, True, manifest.max_length))
+
+
+def test_the_graph_is_changed_and_nothing_is_lost_if_a_pass_meets_something_else(bundle):
+    """A graph whose caches are not cut is left alone by the pass that removes the cuts."""
+    from dflash_deploy.exporter.tune.whole_cache import whole_cache
+
+    manifest = manifest_from_bundle(bundle)
+    model = ir.load(bundle / manifest.tuned[ALONE].file)
+    before = len(list(model.graph))
+    assert not whole_cache(model, manifest.target.cache)
+    assert len(list(model.graph)) == before
