@@ -119,6 +119,7 @@ class Stream(Iterator[Chunk]):
         self._running: tuple[Iterator[Step], Job, Lane] | None = (steps, job, lane)
         self._answer = Answer()
         self._result: Generation | None = None
+        self._error: BaseException | None = None
 
     def __next__(self) -> Chunk:
         if self._running is None:
@@ -127,8 +128,8 @@ class Stream(Iterator[Chunk]):
         began = perf_counter()
         try:
             step = next(steps)
-        except BaseException:
-            self._running = None
+        except BaseException as error:
+            self._running, self._error = None, error
             raise
         chunk = self._answer.add(step)
         job.recorder.total_ms += (perf_counter() - began) * 1000.0
@@ -144,6 +145,8 @@ class Stream(Iterator[Chunk]):
         Raises:
             RequestError: it has not ended, or ended in an error.
         """
+        if self._error is not None:
+            raise RequestError(f"result: the stream ended in an error: {self._error}") from self._error
         if self._result is None:
             raise RequestError("result: the stream has not ended; read it to its end or close it first")
         return self._result
