@@ -121,7 +121,7 @@ _perplexity = click.option(
     type=click.FloatRange(min=1.0),
     default=1.02,
     show_default=True,
-    help="Refuse int8 weights that make the target's perplexity more than so many times larger.",
+    help="Refuse rounded weights that make the target's perplexity more than so many times larger.",
 )
 
 
@@ -135,7 +135,7 @@ _perplexity = click.option(
 )
 @click.option(
     "--quantize",
-    type=click.Choice(["int8"]),
+    type=click.Choice(["int8", "int4"]),
     help="Round the weights of a float32 export; see `dflash quantize`.",
 )
 @_perplexity
@@ -164,7 +164,10 @@ def export_command(
 
         if dtype != "float32":
             raise click.UsageError(f"--quantize {quantize} rounds float32 weights; leave --dtype {dtype} out")
-        manifest = export_quantized(target, draft, output, max_length, max_perplexity_ratio, _progress())
+        bits = int(quantize.removeprefix("int"))
+        manifest = export_quantized(
+            target, draft, output, max_length, max_perplexity_ratio, _progress(), bits
+        )
         _print_quality(output, manifest)
         return
     from .exporter.export import export_bundle
@@ -182,13 +185,22 @@ def export_command(
     type=click.Path(path_type=Path),
     help="Text to calibrate and check with [default: one that comes with the package].",
 )
+@click.option(
+    "--bits",
+    type=click.Choice(["8", "4"]),
+    default="8",
+    show_default=True,
+    help="Of the weights of the target's layers; 4 is faster for single tokens, and less exact.",
+)
 @_perplexity
-def quantize_command(bundle: Path, output: Path, text: Path | None, max_perplexity_ratio: float) -> None:
-    """Turn a float32 bundle into one with int8 weights, for ONNX Runtime on the CPU."""
+def quantize_command(
+    bundle: Path, output: Path, text: Path | None, bits: str, max_perplexity_ratio: float
+) -> None:
+    """Turn a float32 bundle into one with int8 or int4 weights, for ONNX Runtime on the CPU."""
     from .exporter.quantize.bundle import quantize_bundle
 
     words = None if text is None else _text(text)
-    manifest = quantize_bundle(bundle, output, words, max_perplexity_ratio, _progress())
+    manifest = quantize_bundle(bundle, output, words, max_perplexity_ratio, _progress(), int(bits))
     _print_quality(output, manifest)
 
 

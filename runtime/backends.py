@@ -56,7 +56,7 @@ def runners_from_bundle(
         check_provider(provider, manifest.dtype)  # before any weight is read
         if manifest.quantization is not None and provider != "cpu":
             raise ProviderError(
-                f"provider {provider}: int8 bundles are made for the CPU; use the float32 or float16 bundle"
+                f"provider {provider}: int8 and int4 bundles are for the CPU; use the float32 or float16 one"
             )
 
         tuned = manifest.tuned.get(TOGETHER if together else ALONE) if provider == "cpu" else None

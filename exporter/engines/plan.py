@@ -120,8 +120,8 @@ def plan_engines(
     chosen = backend_from_name(backend)
     if manifest.quantization is not None:
         raise ProviderError(
-            f"backend {backend}: runs no int8 bundles, which are made of ONNX Runtime's own operators; build "
-            "from the float32 or float16 bundle of the pair"
+            f"backend {backend}: runs no int8 or int4 bundles: they are of ONNX Runtime's own operators; "
+            "build from the float32 or float16 bundle of the pair"
         )
     generations = check_generations(chosen, compute_capabilities)
     options.check(chosen)

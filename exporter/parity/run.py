@@ -61,8 +61,8 @@ def parity_report(
         manifest = manifest_from_bundle(directory)
         if manifest.quantization is not None:
             raise UnsupportedError(
-                "parity: this bundle's weights are rounded to int8, and its originals' are not; check the "
-                "float32 bundle that it was made from. `dflash inspect` shows what the rounding did"
+                "parity: this bundle's weights are rounded to integers, and its originals' are not; check "
+                "the float32 bundle that it was made from. `dflash inspect` shows what the rounding did"
             )
         check_dtype(manifest.dtype)
         if manifest.draft.family == FAMILY:

@@ -31,12 +31,19 @@ from ..export import export_bundle
 from ..progress import NullProgress, Progress
 from ..tune.bundle import tuned_graphs
 from ..weights import WEIGHT_FILE
+from . import int4
+from .int4 import BLOCK
 from .int8 import DOMAIN, replace_embedding, replace_group
 from .linear import Array, array_of, groups_of, weight_name
-from .measure import channel_sizes, score, windows
+from .measure import channel_powers, channel_sizes, score, windows
 from .smooth import smoothing_factors
 
-SCHEME = "int8 weights, one scale an output; activations in 255 steps, one scale a row"
+_ROWS = "one scale an output; activations in 255 steps, one scale a row"
+SCHEMES = {
+    8: f"int8 weights, {_ROWS}",
+    4: f"int4 weights of the target's layers, {BLOCK} a scale, as are activations; the others int8, {_ROWS}",
+}
+"""By the bits of the target's layers' weights."""
 MAX_PERPLEXITY_RATIO = 1.02
 _LEAST_TOKENS = 256
 _PAGE_BYTES = 4096
@@ -48,8 +55,9 @@ def quantize_bundle(
     text: str | Sequence[int] | None = None,
     max_perplexity_ratio: float = MAX_PERPLEXITY_RATIO,
     progress: Progress | None = None,
+    bits: int = 8,
 ) -> Manifest:
-    """Write a bundle with int8 weights and check what that does to the target.
+    """Write a bundle with int8 or int4 weights and check what that does to the target.
 
     Args:
         bundle: a float32 bundle.
@@ -58,6 +66,7 @@ def quantize_bundle(
             with this package.
         max_perplexity_ratio: largest perplexity allowed, over that of the float32 target.
         progress: is told about stages.
+        bits: of the weights of the target's layers, 8 or 4; the head and the draft have 8.
 
     Raises:
         BundleError: the bundle is missing or damaged, or is not float32.
@@ -68,6 +77,8 @@ def quantize_bundle(
     progress = progress or NullProgress()
     bundle = Path(bundle)
     check_replaceable(Path(output))  # before any work
+    if bits not in SCHEMES:
+        raise field_error(RequestError, "bits", bits, "8 or 4")
     if not max_perplexity_ratio > 0:
         raise field_error(RequestError, "max_perplexity_ratio", max_perplexity_ratio, "a number > 0")
     with progress.stage("check bundle"):
@@ -90,26 +101,31 @@ def quantize_bundle(
         of_head = next((found for names, found in factors.items() if head in names), None)
         if of_head is None:
             of_head = np.ones(manifest.target.hidden_size, np.float32)
+        powers: dict[tuple[str, ...], Array] = {}
+        if bits == 4:
+            layers = [group for group in groups if head not in group.names]
+            found = channel_powers(bundle, manifest, [_name(g.source) for g in layers], calibration)
+            powers = {group.names: found[_name(group.source)] for group in layers}
     with atomic_directory(Path(output)) as work:
         with progress.stage("quantise weights"), _Weights(work) as weights:
             graphs = dict(manifest.graphs)
             for name, model in models.items():
                 if name in (TARGET, DRAFT):
-                    _quantise(model, head, of_head, factors, weights)
+                    _quantise(model, head, of_head, factors, powers if name == TARGET else {}, weights)
                 graphs[name] = _save(model, manifest.graphs[name], work, weights)
             _copy_others(manifest, bundle, work)
         tuned = tuned_graphs(work, graphs[TARGET], manifest.target.cache)
         files = {p.relative_to(work).as_posix(): file_info(p) for p in sorted(work.rglob("*")) if p.is_file()}
         quantised = replace(manifest, graphs=graphs, files=files, engines={}, tuned=tuned)
         with progress.stage("check quality"):
-            info = _quality(bundle, manifest, work, quantised, check, ids)
+            info = _quality(bundle, manifest, work, quantised, check, ids, SCHEMES[bits])
             if not info.perplexity_ratio <= max_perplexity_ratio:
                 raise field_error(
                     OutputError,
                     "perplexity",
                     f"{info.perplexity_ratio:.4f} x that of float32",
                     f"at most {max_perplexity_ratio}",
-                    "allow more, or use the float32 bundle",
+                    "allow more, or use " + ("the float32 bundle" if bits == 8 else "8 bits"),
                 )
         quantised = replace(quantised, quantization=info)
         quantised.check()
@@ -124,6 +140,7 @@ def export_quantized(
     max_length: int | None = None,
     max_perplexity_ratio: float = MAX_PERPLEXITY_RATIO,
     progress: Progress | None = None,
+    bits: int = 8,
 ) -> Manifest:
     """Export a pair in float32 to a place beside `output`, and quantise that.
 
@@ -136,7 +153,7 @@ def export_quantized(
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as work:
         between = Path(work) / "float32"
         export_bundle(target, draft, between, DType.FLOAT32, max_length, progress)
-        return quantize_bundle(between, output, None, max_perplexity_ratio, progress)
+        return quantize_bundle(between, output, None, max_perplexity_ratio, progress, bits)
 
 
 def _check(manifest: Manifest) -> None:
@@ -184,11 +201,20 @@ def _name(value: ir.Value) -> str:
 
 
 def _quantise(
-    model: ir.Model, head: str, of_head: Array, factors: dict[tuple[str, ...], Array], weights: _Weights
+    model: ir.Model,
+    head: str,
+    of_head: Array,
+    factors: dict[tuple[str, ...], Array],
+    powers: dict[tuple[str, ...], Array],
+    weights: _Weights,
 ) -> None:
+    """Round what is worth it; groups in `powers` to four bits, the others to eight."""
     graph = model.graph
     place = weights.placer(graph)
     for group in groups_of(model, head):
+        if group.names in powers:
+            int4.replace_group(graph, group, group.weights(), powers[group.names], place)
+            continue
         chosen = of_head if head in group.names else factors.get(group.names)
         if chosen is None:
             replace_group(graph, group, group.weights(), place)
@@ -223,7 +249,10 @@ def _save(model: ir.Model, info: GraphInfo, work: Path, weights: _Weights) -> Gr
             if value.const_value.location != WEIGHT_FILE or value.const_value.base_dir != str(work):
                 value.const_value = weights.add(name, array_of(value))
             stored = True
-    passes = (*info.passes, "smooth", INT8) if DOMAIN in model.opset_imports else info.passes
+    passes = info.passes
+    if DOMAIN in model.opset_imports:
+        kinds = {node.op_type for node in graph}
+        passes = (*passes, *(["int4"] if "MatMulNBits" in kinds else []), "smooth", INT8)
     ir.save(model, work / info.file)
     return replace(info, weights=(WEIGHT_FILE,) if stored else (), passes=passes)
 
@@ -243,10 +272,11 @@ def _quality(
     quantised: Manifest,
     check: list[list[int]],
     ids: Sequence[int],
+    scheme: str,
 ) -> QuantizationInfo:
     before, after = score(bundle, manifest, check), score(work, quantised, check)
     return QuantizationInfo(
-        scheme=SCHEME,
+        scheme=scheme,
         perplexity=float(np.exp(before.surprise.mean())),
         perplexity_ratio=float(np.exp((after.surprise - before.surprise).mean())),
         greedy_agreement=float((after.choices == before.choices).mean()),

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from .linear import Array, Group, array_of
+from .linear import Array, Group, array_of, weight_name
 
 STEPS = 127
 """Activations are rounded to this many steps on either side of zero, as weights are."""
@@ -49,11 +49,10 @@ def replace_group(graph: ir.Graph, group: Group, weights: Sequence[Array], place
     name = "+".join(group.names)
     weight = place(f"{name}.int8", np.concatenate([steps for steps, _ in parts], axis=1))
     scales = place(f"{name}.scale", np.concatenate([scale for _, scale in parts]))
-    before = group.nodes[0]
     new: list[ir.Node] = []
 
-    def node(op: str, *inputs: ir.Value, domain: str = "", outputs: int = 1, **attributes: int) -> ir.Node:
-        made = ir.node(op, inputs, attributes, domain=domain, num_outputs=outputs)
+    def node(op: str, *inputs: ir.Value, domain: str = "", **attributes: int) -> ir.Node:
+        made = ir.node(op, inputs, attributes, domain=domain)
         made.name = f"{name}.{op}.{len(new)}"
         new.append(made)
         return made
@@ -66,15 +65,39 @@ def replace_group(graph: ir.Graph, group: Group, weights: Sequence[Array], place
     rows = node("QuantizeLinear", node("Div", group.source, size).outputs[0], step, zero).outputs[0]
     product = node("MatMulIntegerToFloat", rows, weight, step, scales, zero, domain=DOMAIN).outputs[0]
     result = node("Mul", product, size).outputs[0]  # [R, sum of N]
+    replace_products(graph, group, new, result, [len(scale) for _, scale in parts], place)
+
+
+def replace_products(
+    graph: ir.Graph, group: Group, new: list[ir.Node], result: ir.Value, widths: Sequence[int], place: Place
+) -> None:
+    """Let the parts of one product stand where a group's products stood, biases added.
+
+    Args:
+        graph: changed in place.
+        group: found in it.
+        new: the nodes that compute the product.
+        result: what they give, [R, sum of N].
+        widths: N of each part.
+        place: stores them.
+    """
+    name = "+".join(group.names)
     outputs: Sequence[ir.Value] = (result,)
     if len(group.nodes) > 1:
-        widths = place(f"{name}.widths", np.array([len(scale) for _, scale in parts], np.int64))
-        outputs = node("Split", result, widths, outputs=len(parts), axis=1).outputs
+        split = ir.node(
+            "Split",
+            [result, place(f"{name}.widths", np.array(widths, np.int64))],
+            {"axis": 1},
+            num_outputs=len(widths),
+            name=f"{name}.Split",
+        )
+        new, outputs = [*new, split], split.outputs
     for old, output in zip(group.nodes, outputs, strict=True):
         if len(old.inputs) > 2 and old.inputs[2] is not None:
-            output = node("Add", output, old.inputs[2]).outputs[0]
+            added = ir.node("Add", [output, old.inputs[2]], name=f"{weight_name(old)}.Add")
+            new, output = [*new, added], added.outputs[0]
         _rename(old.outputs[0], output)
-    graph.insert_before(before, new)
+    graph.insert_before(group.nodes[0], new)
     graph.remove(group.nodes, safe=True)
 
 

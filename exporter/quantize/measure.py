@@ -5,9 +5,10 @@ Shapes: S tokens of a window, K channels, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,16 +53,37 @@ def channel_sizes(
         values: names of values [rows, K].
         texts: token ids.
     """
-    info = replace(manifest.graphs[t.TARGET], stages=tuple(values))
-    graph = TargetGraph(bundle, replace(manifest, graphs={**manifest.graphs, t.TARGET: info}))
     sizes: dict[str, Array] = {}
-    for text in texts:
-        graph.reset(len(text))
-        got = graph.run(np.array([text]), 0, wanted=values)
+    for got in _inner(bundle, manifest, values, texts):
         for name, rows in got.items():
             largest = np.abs(rows).reshape(-1, rows.shape[-1]).max(axis=0)
             sizes[name] = np.maximum(sizes.get(name, largest), largest)
     return sizes
+
+
+def channel_powers(
+    bundle: Path, manifest: Manifest, values: Sequence[str], texts: Sequence[Sequence[int]]
+) -> dict[str, Array]:
+    """Mean square of each channel of inner values of the target graph, [K] each; see `channel_sizes`."""
+    sums: dict[str, NDArray[np.float64]] = {}
+    count = 0
+    for got in _inner(bundle, manifest, values, texts):
+        for name, rows in got.items():
+            flat = rows.reshape(-1, rows.shape[-1]).astype(np.float64)
+            sums[name] = sums.get(name, np.zeros(flat.shape[1])) + np.square(flat).sum(axis=0)
+        count += len(flat)
+    return {name: (total / count).astype(np.float32) for name, total in sums.items()}
+
+
+def _inner(
+    bundle: Path, manifest: Manifest, values: Sequence[str], texts: Sequence[Sequence[int]]
+) -> Iterator[dict[str, NDArray[Any]]]:
+    """Inner values of the target graph, text by text."""
+    info = replace(manifest.graphs[t.TARGET], stages=tuple(values))
+    graph = TargetGraph(bundle, replace(manifest, graphs={**manifest.graphs, t.TARGET: info}))
+    for text in texts:
+        graph.reset(len(text))
+        yield graph.run(np.array([text]), 0, wanted=values)
 
 
 def score(bundle: Path, manifest: Manifest, texts: Sequence[Sequence[int]]) -> Scored:

@@ -200,9 +200,9 @@ def test_an_edited_manifest_is_noticed(pair, rounded):
 
 def test_where_an_int8_bundle_does_not_run_is_said(rounded):
     manifest = manifest_from_bundle(rounded, Verify.SIZES)
-    with pytest.raises(UnsupportedError, match="rounded to int8"):
+    with pytest.raises(UnsupportedError, match="rounded to integers"):
         parity_report(rounded, None, None, ["hello"])
-    with pytest.raises(ProviderError, match="runs no int8 bundles"):
+    with pytest.raises(ProviderError, match="runs no int8 or int4 bundles"):
         plan_engines(rounded, manifest, "tensorrt-rtx", ["8.9"], (), BuildOptions())
 
 
