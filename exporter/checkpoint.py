@@ -7,13 +7,14 @@ such a folder by huggingface_hub), and a GGUF file (see `gguf_checkpoint`). Pick
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..bundle.errors import CheckpointError, UnsupportedError
+from ..bundle.errors import CheckpointError, UnsupportedError, field_error
+from .source_files import SourceFiles
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +60,15 @@ class Checkpoint(Protocol):
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read rows start..stop - 1 of a tensor as `read` gives them; no more than they stays in memory."""
 
+    def position(self, name: str) -> tuple[Path, int]:
+        """File and first byte of a tensor: who reads in this order goes through the files from end to end."""
+
+    @property
+    def source(self) -> SourceFiles:
+        """The files that are used."""
+
     def files(self) -> tuple[Path, ...]:
-        """The files that were used, for provenance."""
+        """Their paths, for provenance."""
 
     def tokenizer_folder(self) -> Path | None:
         """Folder with tokenizer.json and its companions, or None."""
@@ -83,13 +91,14 @@ class SafetensorsCheckpoint:
         self.config = self._json("config.json", needed=True)
         self.generation_config = self._json("generation_config.json", needed=False)
         self._shards = self._find_shards()
-        self._owner: dict[str, Path] = {}
+        self.source = SourceFiles((self.folder / "config.json", *self._shards))
+        self._positions: dict[str, tuple[Path, int]] = {}
         self.tensors: dict[str, TensorEntry] = {}
         for shard in self._shards:
-            for entry in _entries(shard):
-                if entry.name in self._owner:
+            for entry, first_byte in _entries(shard):
+                if entry.name in self.tensors:
                     raise CheckpointError(f"{self.name}: tensor {entry.name!r} is in two shards")
-                self._owner[entry.name] = shard
+                self._positions[entry.name] = (shard, first_byte)
                 self.tensors[entry.name] = entry
         self._check_index()
 
@@ -124,7 +133,7 @@ class SafetensorsCheckpoint:
     def _check_index(self) -> None:
         index = self._json("model.safetensors.index.json", needed=False).get("weight_map", {})
         for tensor, shard in index.items():
-            if tensor not in self._owner:
+            if tensor not in self.tensors:
                 raise CheckpointError(
                     f"{self.name}: the index places tensor {tensor!r} in {shard}, which lacks it; "
                     "download the missing shard"
@@ -132,50 +141,77 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor in its stored dtype; memory-mapped until copied."""
-        return self._get(name, lambda file: file.get_tensor(name))
-
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read some rows. The file is opened anew: what was read counts as memory until it is closed."""
-        return self._get(name, lambda file: file.get_slice(name)[start:stop])
-
-    def _get(self, name: str, take: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         from safetensors import SafetensorError, safe_open
 
-        shard = self._owner[name]
+        shard, _ = self._positions[name]
         try:
             with safe_open(shard, framework="pt") as file:
-                return take(file)
+                tensor: torch.Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as cause:
             raise CheckpointError(f"{self.name}/{shard.name}: cannot read {name!r} ({cause})") from cause
+        return tensor
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read some rows.
+
+        Raises:
+            CheckpointError: the file cannot be read, or is shorter than it was.
+            UnsupportedError: they are of a dtype that needs more than a conversion.
+        """
+        import torch
+
+        entry, (shard, first_byte) = self.tensors[name], self._positions[name]
+        if entry.dtype not in _DTYPES.values():
+            raise field_error(
+                UnsupportedError,
+                f"{self.name}: tensor {name!r} dtype",
+                entry.dtype,
+                "one of " + ", ".join(_DTYPES.values()),
+            )
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        row_bytes = dtype.itemsize * math.prod(entry.shape[1:])
+        data = self.source.read(shard, first_byte + start * row_bytes, (stop - start) * row_bytes)
+        return data.view(dtype).reshape(stop - start, *entry.shape[1:])
+
+    def position(self, name: str) -> tuple[Path, int]:
+        """See `Checkpoint`."""
+        return self._positions[name]
 
     def files(self) -> tuple[Path, ...]:
         """config.json and the shards."""
-        return (self.folder / "config.json", *self._shards)
+        return self.source.paths
 
     def tokenizer_folder(self) -> Path | None:
         """The folder itself if it has a tokenizer.json."""
         return self.folder if (self.folder / "tokenizer.json").is_file() else None
 
 
-def _entries(shard: Path) -> Iterator[TensorEntry]:
-    """Read a safetensors header and check that the file is as long as it says."""
+def _entries(shard: Path) -> Iterator[tuple[TensorEntry, int]]:
+    """Read a safetensors header and check that the file is as long as it says.
+
+    Returns:
+        Tensors, each with its first byte in the file.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
-        with ExitStack() as stack:
-            file = stack.enter_context(safe_open(shard, framework="pt"))
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                piece = file.get_slice(name)
-                yield TensorEntry(
-                    name, _DTYPES.get(piece.get_dtype(), piece.get_dtype()), tuple(piece.get_shape())
-                )
+        with safe_open(shard, framework="pt"), open(shard, "rb") as file:
+            header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = json.loads(file.read(header_bytes))
     except (SafetensorError, OSError) as cause:
         raise CheckpointError(
             f"{shard.name}: not a whole safetensors file ({cause}); download it again"
         ) from cause
+    for name, info in header.items():
+        if name != "__metadata__":
+            first_byte = _LENGTH_BYTES + header_bytes + info["data_offsets"][0]
+            dtype = _DTYPES.get(info["dtype"], info["dtype"])
+            yield TensorEntry(name, dtype, tuple(info["shape"])), first_byte
 
 
+_LENGTH_BYTES = 8  # of the header's length, before the header
 _DTYPES = {
+    "F64": "float64",
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",

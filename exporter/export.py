@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import logging
 import math
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +14,7 @@ import onnx_ir as ir
 
 from ..bundle import tensors as t
 from ..bundle.errors import OutputError, field_error
-from ..bundle.files import atomic_directory, sha256_from_file
+from ..bundle.files import atomic_directory
 from ..bundle.manifest import (
     SCHEMA_VERSION,
     FileInfo,
@@ -34,7 +31,8 @@ from .modules.ops import IR_VERSION, OPSET
 from .plan import DRAFT_PREFIX, TARGET_PREFIX, GraphPlan, Pair, Side
 from .progress import NullProgress, Progress
 from .tokenizer import tokenizer_to_bundle
-from .trace import graph_from_module, parameters_from_module
+from .trace import graph_from_module
+from .tune.bundle import tuned_graphs
 from .weights import WEIGHT_FILE, Placed, WeightPlan, WeightWriter
 
 _LOG = logging.getLogger(__name__)
@@ -70,19 +68,25 @@ def export_bundle(
     for warning in pair.warnings:
         _LOG.warning("%s", warning)
     pair.check_weights(progress)
-    with atomic_directory(Path(output)) as work, _provenance_beside(pair) as provenance:
+    sides = {"target": pair.target, "draft": pair.draft}
+    with atomic_directory(Path(output)) as work:
         _check_space(pair, dtype, work)
         bundle = pair.plan(dtype)
         graphs: dict[str, GraphInfo] = {}
+        for side in sides.values():
+            side.checkpoint.source.start_hashing()
         with WeightWriter(work) as writer:
+            place_weights(bundle.graphs, pair, writer)
             for plan in bundle.graphs:
                 graphs[plan.name] = graph_to_bundle(plan, pair, work, writer, progress)
             with progress.stage("write weights", writer.bytes):
                 writer.finish(progress.advance)
+        with progress.stage("tune graphs"):
+            tuned = tuned_graphs(work, graphs[t.TARGET], bundle.target.cache)
         with progress.stage("write tokenizer"):
             tokenizer = tokenizer_to_bundle(pair.target.checkpoint, work)
         with progress.stage("hash files"):
-            sources = {side: future.result() for side, future in provenance.items()}
+            sources = {name: _provenance(side) for name, side in sides.items()}
             known = {WEIGHT_FILE: FileInfo(writer.bytes, writer.sha256)}
             paths = {path.relative_to(work).as_posix(): path for path in work.rglob("*") if path.is_file()}
             files = {name: known.get(name) or file_info(path) for name, path in sorted(paths.items())}
@@ -101,6 +105,7 @@ def export_bundle(
             provenance=sources,
             exported_with=_versions(),
             files=files,
+            tuned=tuned,
         )
         manifest.check()
         manifest_to_file(manifest, work)
@@ -156,7 +161,7 @@ def graph_with_weights(
     """
     weights.check()  # before a graph is traced in vain
     with progress.stage(f"trace {plan.name}"):
-        places = _place_weights(plan, pair, weights)
+        places = place_weights([plan], pair, weights)[plan.name]
         model = graph_from_module(
             plan.build, plan.io, caches=plan.caches, stages=plan.stages, kernel_size=plan.kernel_size
         )
@@ -166,18 +171,33 @@ def graph_with_weights(
     return model, bool(places)
 
 
-def _place_weights(plan: GraphPlan, pair: Pair, weights: WeightPlan) -> dict[str, Placed]:
-    """Place the parameters of a graph's module, those that no graph had before; by the module's names."""
+def place_weights(
+    plans: Iterable[GraphPlan], pair: Pair, weights: WeightPlan
+) -> dict[str, dict[str, Placed]]:
+    """Place the parameters of graphs, those that have no place yet in the order in which they are stored.
+
+    So the checkpoints are read from end to end, once, and can be hashed on the way.
+
+    Returns:
+        By the graph's name, then by the name that the parameter has in the graph's module.
+    """
     sides = {TARGET_PREFIX: pair.target, DRAFT_PREFIX: pair.draft}
-    constants = dict(plan.constants)
-    places: dict[str, Placed] = {}
-    for name, (dtype, shape) in parameters_from_module(plan.build).items():
-        if name in constants:
-            continue
-        key = name if name.startswith(TARGET_PREFIX) else plan.prefix + name
-        prefix = TARGET_PREFIX if key.startswith(TARGET_PREFIX) else DRAFT_PREFIX
-        side, canonical = sides[prefix], key.removeprefix(prefix)
-        places[name] = weights.add(key, dtype, shape, side.pieces(canonical), side.place(canonical))
+    places: dict[str, dict[str, Placed]] = {}
+    waiting = []
+    for plan in plans:
+        places[plan.name] = {}
+        constants = dict(plan.constants)
+        for name, (dtype, shape) in plan.parameters.items():
+            if name in constants:
+                continue
+            key = name if name.startswith(TARGET_PREFIX) else plan.prefix + name
+            prefix = TARGET_PREFIX if key.startswith(TARGET_PREFIX) else DRAFT_PREFIX
+            side, canonical = sides[prefix], key.removeprefix(prefix)
+            order = (prefix == DRAFT_PREFIX, *side.position(canonical))
+            waiting.append((order, plan.name, name, key, dtype, shape, side, canonical))
+    for _, graph, name, key, dtype, shape, side, canonical in sorted(waiting, key=lambda entry: entry[0]):
+        pieces, source = side.pieces(canonical), side.place(canonical)
+        places[graph][name] = weights.add(key, dtype, shape, pieces, source)
     return places
 
 
@@ -186,29 +206,9 @@ def _inline_constants(model: ir.Model, plan: GraphPlan) -> None:
         model.graph.initializers[name].const_value = ir.tensor(array, name=name)
 
 
-@contextlib.contextmanager
-def _provenance_beside(pair: Pair) -> Iterator[dict[str, Future[Provenance]]]:
-    """Hash the sources in a thread of its own while graphs are traced; given up when the block ends."""
-    given_up = threading.Event()
-
-    def go_on(_: int) -> None:
-        if given_up.is_set():
-            raise CancelledError
-
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        try:
-            sides = {"target": pair.target, "draft": pair.draft}
-            yield {name: pool.submit(_provenance, side, go_on) for name, side in sides.items()}
-        finally:
-            given_up.set()
-
-
-def _provenance(side: Side, progress: Callable[[int], None]) -> Provenance:
+def _provenance(side: Side) -> Provenance:
     checkpoint = side.checkpoint
-    files = {
-        path.name: FileInfo(path.stat().st_size, sha256_from_file(path, progress))
-        for path in checkpoint.files()
-    }
+    files = checkpoint.source.finish_hashing()
     note = ""
     if checkpoint.format == "gguf":
         note = f"the weights are the dequantised ones ({getattr(checkpoint, 'quantisation', '')})"

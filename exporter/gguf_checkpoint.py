@@ -6,7 +6,6 @@ from. Llama files store q and k projections with rotated halves interleaved; rea
 
 from __future__ import annotations
 
-import mmap
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from ..bundle.errors import CheckpointError, UnsupportedError, field_error
 from .checkpoint import TensorEntry
+from .source_files import SourceFiles
 
 # GGUF architecture -> model_type. `llama` files interleave q and k.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -65,6 +65,7 @@ class GgufCheckpoint:
 
         self.path = Path(path)
         self.name = self.path.name
+        self.source = SourceFiles((self.path,))
         self.generation_config: dict[str, Any] = {}
         with open(self.path, "rb") as file:
             magic = file.read(len(_MAGIC))
@@ -159,17 +160,17 @@ class GgufCheckpoint:
         """Rows of whole heads, where heads are interleaved."""
         import gguf
 
-        stored = self._stored[name]
-        array = gguf.quants.dequantize(stored.data[start:stop], stored.tensor_type)
-        if not array.flags.writeable:  # float32 tensors come as views of the mapped file
-            array = array.copy()
-        self._forget_pages()
-        tensor = torch.from_numpy(array).reshape(-1, *self.tensors[name].shape[1:])
+        stored, shape = self._stored[name], self.tensors[name].shape
+        row_bytes = int(stored.n_bytes) // (shape[0] if shape else 1)
+        first_byte = int(stored.data_offset) + start * row_bytes
+        data = self.source.read(self.path, first_byte, (stop - start) * row_bytes).numpy()
+        rows = data.view(stored.data.dtype).reshape(stop - start, *stored.data.shape[1:])
+        tensor = torch.from_numpy(gguf.quants.dequantize(rows, stored.tensor_type)).reshape(-1, *shape[1:])
         heads = self._interleaved_heads(name)
         if heads is not None:
-            rows, columns = tensor.shape
-            half = self.tensors[name].shape[0] // heads // 2
-            tensor = tensor.reshape(-1, half, 2, columns).transpose(1, 2).reshape(rows, columns)
+            columns = tensor.shape[1]
+            half = shape[0] // heads // 2
+            tensor = tensor.reshape(-1, half, 2, columns).transpose(1, 2).reshape(-1, columns)
         return tensor
 
     def _interleaved_heads(self, name: str) -> int | None:
@@ -179,17 +180,13 @@ class GgufCheckpoint:
         key = "num_attention_heads" if ".q_proj" in name else "num_key_value_heads"
         return int(self.config[key])
 
-    def _forget_pages(self) -> None:
-        """Give back the pages that were read: they count as memory while the file is mapped."""
-        base: Any = self._reader.data
-        while base is not None and not isinstance(base, mmap.mmap):
-            base = getattr(base, "base", None)
-        if base is not None:
-            base.madvise(mmap.MADV_DONTNEED)
+    def position(self, name: str) -> tuple[Path, int]:
+        """See `Checkpoint`."""
+        return self.path, int(self._stored[name].data_offset)
 
     def files(self) -> tuple[Path, ...]:
         """The file."""
-        return (self.path,)
+        return self.source.paths
 
     def tokenizer_folder(self) -> Path | None:
         """None: the tokenizer is inside the file."""

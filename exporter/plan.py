@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -15,6 +17,7 @@ from .pieces import pieces
 from .progress import Progress
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 # Prefixes of weight keys: whose parameter it is.
@@ -42,6 +45,10 @@ class Side:
     def place(self, canonical: str) -> str:
         """Checkpoint and tensor of a parameter, for messages."""
         return f"{self.checkpoint.name}: {self.tensors[canonical]}"
+
+    def position(self, canonical: str) -> tuple[Path, int]:
+        """Where a parameter is stored; see `Checkpoint.position`."""
+        return self.checkpoint.position(self.tensors[canonical])
 
     def pieces(self, canonical: str) -> Iterator[Tensor]:
         """Read a parameter piece by piece, in the order of its rows; nothing is read before the first."""
@@ -75,6 +82,14 @@ class GraphPlan:
     kernel_size: int | None = None
     constants: tuple[tuple[str, np.ndarray], ...] = ()
     prefix: str = DRAFT_PREFIX
+
+    @cached_property
+    def parameters(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of the module's parameters by name."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            return {name: (p.dtype, tuple(p.shape)) for name, p in self.build().named_parameters()}
 
 
 @dataclass(frozen=True)

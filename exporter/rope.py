@@ -213,13 +213,19 @@ def _whole(value: object, path: str) -> int:
 def rope_tables(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     """Compute the inverse frequencies and the factor of the cos and sin tables.
 
-    The numbers come from transformers itself (`Qwen3RotaryEmbedding`, which takes them from
-    `ROPE_INIT_FUNCTIONS`), the code that both originals run.
+    All but the default's numbers come from transformers itself (`Qwen3RotaryEmbedding`, which takes them from
+    `ROPE_INIT_FUNCTIONS`), the code that both originals run. Importing its models takes longer than writing
+    a small model's weights.
 
     Returns:
         inv_freq: float32 [head_dim / 2], radians for each position;
         attention_scaling: cos and sin are multiplied by it.
     """
+    if spec.kind is RopeKind.DEFAULT:
+        import torch
+
+        exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+        return 1.0 / spec.theta**exponents, 1.0
     from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 

@@ -54,15 +54,15 @@ def tokenizer_to_bundle(source: Checkpoint, directory: Path) -> TokenizerInfo:
 
 
 def _load(source: Checkpoint) -> Any:
-    import transformers
-    from transformers import PreTrainedTokenizerFast
-
     folder, options = source.tokenizer_folder(), {}
     if source.format == _GGUF:
         file = source.files()[0]
         folder, options = file.parent, {"gguf_file": file.name}
     if folder is None:
         return None
+    import transformers
+    from transformers import PreTrainedTokenizerFast
+
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:

@@ -7,6 +7,7 @@ weights are names until `passes.external_weights` gives them their places in the
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import warnings
@@ -39,16 +40,6 @@ TORCH_DTYPES = {
 
 # Example sizes of symbolic axes: distinct, no 0 or 1, so that none is specialised or mistaken for another.
 _EXAMPLES = (3, 7, 5, 13, 11, 17)
-
-
-def parameters_from_module(build: Callable[[], nn.Module]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape of a module's parameters by name.
-
-    Args:
-        build: makes the module; called under fake tensors.
-    """
-    with FakeTensorMode():
-        return {name: (p.dtype, tuple(p.shape)) for name, p in build().named_parameters()}
 
 
 def graph_from_module(
@@ -138,7 +129,7 @@ def _exported(
     def each(function: Callable[[InputInfo], Any]) -> tuple[Any, ...]:
         return tuple([function(i) for i in x] if isinstance(x, list) else function(x) for x in inputs)
 
-    with _quiet():
+    with _quiet(), _no_collection():
         program = torch.onnx.export(
             module,
             each(example),
@@ -164,6 +155,18 @@ def _example_sizes(infos: Sequence[InputInfo]) -> dict[str, int]:
         sizes[CAPACITY] = 19  # above every kv: a cache is never shorter than what is looked at
     assert len(sizes) == len(names) and sizes.get(BATCH, 3) > 1
     return sizes
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Look for no garbage: a tracer's many objects are all in use, and looking takes a sixth of its time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ load they share the pages that the file is mapped to.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections import deque
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..bundle.errors import CheckpointError
+from .block_file import BlockFile
 
 WEIGHT_FILE = "weights.bin"
 
@@ -94,22 +94,20 @@ class WeightWriter(WeightPlan):
     """Writes weights to one file, piece by piece, in a thread of its own. Use as a context manager.
 
     Places are known as soon as a weight was added, so that graphs are traced while weights are read, checked,
-    converted, hashed and written. Leaving the context without an error waits for all of them.
+    converted, hashed and written, in the order in which they were added. Leaving the context without an error
+    waits for all of them.
     """
 
     def __init__(self, directory: Path):
         """Create `WEIGHT_FILE` in `directory`."""
         super().__init__()
-        self._file = open(directory / WEIGHT_FILE, "wb")  # noqa: SIM115 - closed by __exit__
+        self._file = BlockFile(directory / WEIGHT_FILE)
         self._written = 0
-        self._digest = hashlib.sha256()
+        self._sha256 = ""
         # One thread of torch's is fast enough for a disk; more would take the cores from the tracer.
         self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         self._jobs: deque[tuple[Future[None], int]] = deque()
         self._given_up = threading.Event()
-        # Hashing takes as long as all the rest: it goes on beside writing and reading the next piece.
-        self._hasher = ThreadPoolExecutor(max_workers=1)
-        self._hashed: Future[None] | None = None
 
     def __enter__(self) -> WeightWriter:
         """Give the writer."""
@@ -121,11 +119,10 @@ class WeightWriter(WeightPlan):
         """Wait for the weights, or give them up after an error, and close the file."""
         try:
             if error is None:
-                self.finish()
+                _ = self.sha256
         finally:
             self._given_up.set()
             self._thread.shutdown(cancel_futures=True)
-            self._hasher.shutdown()
             self._file.close()
 
     def check(self) -> None:
@@ -150,14 +147,14 @@ class WeightWriter(WeightPlan):
             job.result()
             self._jobs.popleft()
             progress(size)
-        if self._hashed is not None:
-            self._hashed.result()
 
     @property
     def sha256(self) -> str:
-        """Of the file, when all weights are written."""
+        """Of the file, when all weights are written; none can be added then."""
         self.finish()
-        return self._digest.hexdigest()
+        if not self._sha256:
+            self._sha256 = self._file.finish()
+        return self._sha256
 
     def _fill(self, placed: Placed, dtype: torch.dtype, pieces: Iterable[Tensor], source: str) -> None:
         job = self._thread.submit(self._write_weight, placed, dtype, pieces, source)
@@ -169,7 +166,7 @@ class WeightWriter(WeightPlan):
         if self._given_up.is_set():
             return
         try:
-            self._write(b"\0" * (placed.offset - self._written))
+            self._write(torch.zeros(placed.offset - self._written, dtype=torch.uint8), torch.uint8, "")
             rows = 0
             for piece in pieces:
                 if self._given_up.is_set():
@@ -186,39 +183,37 @@ class WeightWriter(WeightPlan):
         """Write some rows and say how many."""
         if piece.shape[1:] != shape[1:] or piece.ndim != len(shape):
             raise CheckpointError(f"{source}: got rows of shape {tuple(piece.shape)}, expected {shape}")
-        self._write(_bytes(_cast(source, piece, dtype)))
+        self._write(piece, dtype, source)
         return piece.shape[0] if shape else 1
 
-    def _write(self, data: bytes | memoryview) -> None:
-        if self._hashed is not None:
-            self._hashed.result()
-        self._hashed = self._hasher.submit(self._digest.update, data)
-        self._file.write(data)
-        self._written += len(data)
+    def _write(self, numbers: Tensor, dtype: torch.dtype, source: str) -> None:
+        """Write numbers in another dtype, or the same."""
+        left = numbers.reshape(-1)
+        while left.numel():
+            room = self._file.room()
+            count = min(left.numel(), room.numel() // dtype.itemsize)
+            size = count * dtype.itemsize
+            result = room[:size].view(dtype).copy_(left[:count])
+            if not _finite(result):  # neither NaN nor infinity becomes finite by conversion
+                raise _not_finite(numbers, dtype, source)
+            self._file.advance(size)
+            self._written += size
+            left = left[count:]
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    view: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return view
-
-
-def _cast(source: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor.to(dtype)
-    if not _finite(tensor):
-        raise CheckpointError(f"{source}: holds NaN or infinity; the checkpoint is damaged")
-    cast = tensor.to(dtype)
-    if dtype is torch.float16 and not _finite(cast):
-        raise CheckpointError(
-            f"{source}: got values up to {tensor.abs().max().item():.4g}, which float16 cannot hold (65504); "
-            "export with --dtype bfloat16 or float32"
-        )
-    return cast
+def _not_finite(piece: Tensor, dtype: torch.dtype, source: str) -> CheckpointError:
+    if not _finite(piece):
+        return CheckpointError(f"{source}: holds NaN or infinity; the checkpoint is damaged")
+    most, name = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
+    return CheckpointError(
+        f"{source}: got values up to {piece.abs().max().item():.4g}, which {name} cannot hold ({most:.6g}); "
+        "export with --dtype float32" + (" or bfloat16" if dtype is torch.float16 else "")
+    )
 
 
 def _finite(tensor: Tensor) -> bool:
     """The extremes are finite only if all numbers are; finding them is far faster than asking each number."""
-    if not tensor.numel():
+    if not tensor.numel() or not tensor.is_floating_point():
         return True
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) and torch.isfinite(high))

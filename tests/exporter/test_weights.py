@@ -79,6 +79,15 @@ def test_wrong_pieces_are_refused(parts: list[torch.Tensor], message: str, tmp_p
         writer.add("target.a", torch.float16, (4, 3), iter(parts), SOURCE)
 
 
+def test_what_another_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
+    most = torch.full((2, 3), torch.finfo(torch.float32).max)
+    with (
+        pytest.raises(CheckpointError, match=r"up to 3.403e\+38, which bfloat16 cannot hold .*float32$"),
+        WeightWriter(tmp_path) as writer,
+    ):
+        writer.add("target.a", torch.bfloat16, (2, 3), iter([most]), SOURCE)
+
+
 def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     """A bfloat16 tensor of 197 MB, written as 393 MB of float32."""
     shape = (24_000, 4096)

@@ -1,0 +1,95 @@
+"""The files of a checkpoint: read piece by piece, and hashed on the way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..bundle.errors import CheckpointError
+from ..bundle.manifest import FileInfo
+from .background_hash import BackgroundHash
+
+if TYPE_CHECKING:
+    import torch
+
+_CHUNK_BYTES = 1 << 23
+
+
+class SourceFiles:
+    """Reads files anywhere. Once told to, it hashes what is read of a file from its start to its end.
+
+    Parts that were skipped are read when something behind them is. So who goes through the files in order has
+    them read once.
+    """
+
+    def __init__(self, paths: Sequence[Path]):
+        """Open nothing yet."""
+        self.paths = tuple(paths)
+        self._hashes: dict[Path, BackgroundHash] = {}
+        self._hashed_bytes: dict[Path, int] = {}
+
+    def start_hashing(self) -> None:
+        """Hash what is read from now on."""
+        self._hashes = {path: BackgroundHash() for path in self.paths}
+        self._hashed_bytes = dict.fromkeys(self.paths, 0)
+
+    def read(self, path: Path, offset: int, size: int) -> torch.Tensor:
+        """Read some bytes of a file: uint8 [size].
+
+        Raises:
+            CheckpointError: it cannot be read, or is shorter.
+        """
+        if path not in self._hashes:
+            return _read(path, offset, size)
+        self._hash_until(path, offset)
+        data = _read(path, offset, size, last=True)
+        self._hash(path, offset, data)
+        return data
+
+    def finish_hashing(self) -> dict[str, FileInfo]:
+        """Read what was not read, and give size and hash of each file by its name."""
+        infos = {}
+        for path, digest in self._hashes.items():
+            size = path.stat().st_size
+            self._hash_until(path, size)
+            infos[path.name] = FileInfo(size, digest.hexdigest())
+            digest.close()
+        self._hashes = {}
+        return infos
+
+    def _hash_until(self, path: Path, end: int) -> None:
+        while (start := self._hashed_bytes[path]) < end:
+            self._hash(path, start, _read(path, start, min(end - start, _CHUNK_BYTES), last=True))
+
+    def _hash(self, path: Path, offset: int, data: torch.Tensor) -> None:
+        """Hash bytes that come next; those that were there before are known."""
+        if offset == self._hashed_bytes[path]:
+            self._hashes[path].update(data.numpy().data)
+            self._hashed_bytes[path] += data.numel()
+
+
+def _read(path: Path, offset: int, size: int, last: bool = False) -> torch.Tensor:
+    """Read bytes, for the last time if so said: then the page cache need not keep them.
+
+    Filling it anew with every page of a large checkpoint takes more processor time than reading it.
+    """
+    import torch
+
+    data = torch.empty(size, dtype=torch.uint8)
+    view, done = data.numpy().data, 0
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
+            while done < size and (count := file.readinto(view[done:])):
+                done += count
+            if last and hasattr(os, "posix_fadvise"):  # not on every system
+                os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
+    except OSError as cause:
+        raise CheckpointError(f"{path.name}: cannot be read ({cause})") from cause
+    if done < size:
+        raise CheckpointError(
+            f"{path.name}: got {done} bytes from byte {offset} on, expected {size}; was it changed meanwhile?"
+        )
+    return data
