@@ -15,7 +15,10 @@ from ..bundle.tuned import least_rows
 from .pass_cost import PassCost
 
 PROBE_ROUNDS = 64
-"""A policy that decodes plainly asks the draft again after so many rounds."""
+"""A policy that decodes plainly asks the draft again after so many rounds, then after twice as many, ..."""
+
+MOST_PROBE_ROUNDS = 256
+"""... and never less often than this."""
 
 _PRIOR_ACCEPTANCE = 0.7
 _PRIOR_WEIGHT = 4.0  # of so many observations
@@ -76,6 +79,7 @@ class AdaptiveRows:
         draft_cost: of draft passes, by requests.
         acceptance: for each place of a block the share of proposals that stood, if those before it did.
         weights: how many observations each of them stands for.
+        patience: plain rounds after which the draft is asked again.
         plain_rounds: how many requests in a row were told to decode plainly.
         counts: what to choose from beside plain decoding; None is every count to `most`. An engine compiles
             and captures passes by their shapes, and likes few.
@@ -89,6 +93,7 @@ class AdaptiveRows:
     acceptance: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     plain_rounds: int = 0
+    patience: int = PROBE_ROUNDS
 
     def __post_init__(self) -> None:
         """Begin with a guess that lets the draft show what it can."""
@@ -100,12 +105,13 @@ class AdaptiveRows:
         counts = tuple(range(2, self.most + 1)) if self.counts is None else self.counts
         chosen = max((1, *counts), key=lambda rows: self._rate(requests, rows))
         if chosen > 1:
-            self.plain_rounds = 0
+            self.plain_rounds, self.patience = 0, PROBE_ROUNDS
             return chosen
         self.plain_rounds += 1
-        if self.plain_rounds < PROBE_ROUNDS * requests:  # each of them asks once a round
+        if self.plain_rounds < self.patience * requests:  # each of them asks once a round
             return 1
         self.plain_rounds = 0
+        self.patience = min(2 * self.patience, MOST_PROBE_ROUNDS)
         return counts[0]
 
     def _rate(self, requests: int, rows: int) -> float:

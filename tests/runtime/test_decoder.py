@@ -285,7 +285,7 @@ def test_a_failing_target_ends_the_stream_with_its_error():
     with pytest.raises(EngineError, match="target broke"):
         list(stream)
     assert list(stream) == []
-    with pytest.raises(RequestError, match="ended in an error: .*target broke"):
+    with pytest.raises(RequestError, match=r"ended in an error: .*target broke"):
         _ = stream.result
 
 
