@@ -142,7 +142,7 @@ def test_tensors(pair):
     refused(pair, CheckpointError, "tensor 'W_proj': missing")
     tensors["pos_embed"] = tensors["pos_embed"].astype(np.float64)
     save_file(tensors, file)
-    refused(pair, UnsupportedError, "tensor 'pos_embed' dtype: got 'F64', expected one of float32")
+    refused(pair, UnsupportedError, "tensor 'pos_embed' dtype: got 'float64', expected one of float32")
 
 
 def test_parity_has_no_original_to_compare_with(toy_bundle: Any) -> None:
