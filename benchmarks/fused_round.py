@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,7 +27,7 @@ from dflash_deploy.bundle import tensors as t
 from dflash_deploy.bundle.limits import KV_BUCKET, round_up
 from dflash_deploy.bundle.manifest import GraphInfo, Manifest
 from dflash_deploy.bundle.tuned import ALONE
-from dflash_deploy.exporter.tune.fuse_round import ACCEPTED, VERIFY_ROWS, fuse_round, of_model
+from dflash_deploy.exporter.tune.fuse_round import ACCEPTED, VERIFY_ROWS, fuse_round, of_model, round_io
 from dflash_deploy.runtime.accept import accept_greedy
 from dflash_deploy.runtime.decoder import Decoder
 from dflash_deploy.runtime.ort_engine import SPIN_US, physical_cores
@@ -51,129 +52,83 @@ def session(bundle: Path, data: bytes) -> Any:
     return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 
-class Call:
-    """One graph, bound to arrays once; `run` reads and writes them."""
+@dataclass(frozen=True)
+class Sessions:
+    """The bundle's two graphs, and one made of both."""
 
-    def __init__(self, session: Any, inputs: dict[str, Array], outputs: dict[str, Array]):
+    target: Any
+    draft: Any
+    fused: Any
+
+
+def arrays_for(manifest: Manifest, rows: int, slots: int) -> dict[str, Array]:
+    """What goes in and out of a round, by its name in the fused graph, and what only two calls need.
+
+    Args:
+        manifest: the bundle's.
+        rows: rows that are verified.
+        slots: slots of all caches.
+    """
+    draft, io, sizes = manifest.draft, round_io(manifest), {t.BATCH: 1, t.ROWS: rows}
+    arrays = {
+        info.name: np.zeros(
+            [sizes.get(axis, slots) if isinstance(axis, str) else axis for axis in info.axes],
+            NUMPY[info.dtype],
+        )
+        for info in (*io.inputs, *io.outputs)
+    }
+    for info in io.inputs:
+        if t.present(info.name) != info.name:
+            arrays[t.present(info.name)] = arrays[info.name]  # in place
+    for model in (t.TARGET, t.DRAFT):
+        arrays[of_model(model, t.SLOTS)][:] = np.arange(slots)
+    arrays[t.BLOCK_ROWS][:] = draft.block_size
+    arrays[t.WANTED_ROWS], arrays[t.ANCHOR] = np.arange(rows)[None], np.zeros(1, np.int64)
+    arrays[t.BLOCK_IDS] = np.full((1, draft.block_size), draft.mask_token_id)
+    arrays[t.FEATURES] = features_of(manifest, rows)
+    return arrays
+
+
+def features_of(manifest: Manifest, rows: int) -> Array:
+    return np.zeros((1, rows, len(manifest.draft.taps) * manifest.target.hidden_size), np.float32)
+
+
+class Call:
+    """A graph, bound to arrays once; `run` reads and writes them. Outputs without an array are not wanted."""
+
+    def __init__(self, session: Any, io: t.GraphIO, arrays: Mapping[str, Array], model: str = ""):
+        """Bind. `model` says whose of both models' arrays are meant, for a graph of one of them."""
         self._session, self._binding = session, session.io_binding()
-        self._kept = inputs, outputs  # the binding holds addresses only
-        for bind, arrays in ((self._binding.bind_input, inputs), (self._binding.bind_output, outputs)):
-            for name, array in arrays.items():
-                bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        self._kept: list[Array] = []  # the binding holds addresses only
+        for bind, infos in ((self._binding.bind_input, io.inputs), (self._binding.bind_output, io.outputs)):
+            for info in infos:
+                array = arrays.get(of_model(model, info.name), arrays.get(info.name))
+                if array is not None:
+                    bind(info.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+                    self._kept.append(array)
 
     def run(self) -> None:
         self._session.run_with_iobinding(self._binding)
 
 
-@dataclass
-class Memory:
-    """The caches of one answer and what goes in and out of a round, the same for both ways.
-
-    Shapes: R rows, C slots of the caches, F feature size, Q block rows, P proposals.
-    """
-
-    manifest: Manifest
-    rows: int
-    slots: int  # C
-    caches: dict[str, dict[str, Array]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        target, draft = self.manifest.target, self.manifest.draft
-        self.caches = {
-            model: {
-                name: np.zeros((1, cache.kv_heads, self.slots, cache.head_dim), NUMPY[cache.dtype])
-                for name in cache.names()
-            }
-            for model, cache in ((t.TARGET, target.cache), (t.DRAFT, draft.cache))
-        }
-        self.all_slots = np.arange(self.slots)
-        self.ids = np.zeros((1, self.rows), np.int64)
-        self.start = np.zeros(1, np.int64)
-        self.anchor = np.zeros(1, np.int64)
-        self.block_ids = np.full((1, draft.block_size), draft.mask_token_id, np.int64)
-        self.block_rows = np.full(1, draft.block_size, np.int64)
-        self.verify_rows = np.zeros(1, np.int64)
-        self.greedy_ids = np.zeros((1, self.rows), np.int64)
-        self.accepted = np.zeros(1, np.int64)
-        self.proposals = np.zeros((1, draft.proposals), np.int64)
-        self.logit_sums = np.zeros((1, draft.proposals), np.float32)
-
-    def features(self, rows: int) -> Array:
-        size = len(self.manifest.draft.taps) * self.manifest.target.hidden_size
-        return np.zeros((1, rows, size), np.float32)
-
-    def presents(self, model: str) -> dict[str, Array]:
-        return {t.present(name): cache for name, cache in self.caches[model].items()}
+def target_call(sessions: Sessions, manifest: Manifest, arrays: Mapping[str, Array]) -> Call:
+    return Call(sessions.target, manifest.graphs[t.TARGET].io, arrays, t.TARGET)
 
 
-@dataclass
-class Sessions:
-    target: Any
-    draft: Any
-    fused: Any
-
-    def verify(self, memory: Memory, ids: Array, wanted: Array, greedy: Array, features: Array) -> Call:
-        """A pass of the target over `ids` [1, R] that writes into `greedy` and `features`."""
-        inputs = {t.INPUT_IDS: ids, t.START: memory.start, t.SLOTS: memory.all_slots, t.WANTED_ROWS: wanted}
-        return Call(
-            self.target,
-            {**inputs, **memory.caches[t.TARGET]},
-            {t.GREEDY_IDS: greedy, t.FEATURES: features, **memory.presents(t.TARGET)},
-        )
-
-    def block(self, memory: Memory, features: Array) -> Call:
-        """A pass of the draft over features [1, R, F]."""
-        inputs = {
-            t.FEATURES: features,
-            t.START: memory.start,
-            t.ANCHOR: memory.anchor,
-            t.BLOCK_IDS: memory.block_ids,
-            t.BLOCK_ROWS: memory.block_rows,
-            t.SLOTS: memory.all_slots,
-        }
-        return Call(
-            self.draft,
-            {**inputs, **memory.caches[t.DRAFT]},
-            {
-                t.PROPOSALS: memory.proposals,
-                t.LOGIT_SUMS: memory.logit_sums,
-                **memory.presents(t.DRAFT),
-            },
-        )
-
-    def round(self, memory: Memory) -> Call:
-        """All of a round."""
-        models = (t.TARGET, t.DRAFT)
-        return Call(
-            self.fused,
-            {
-                t.INPUT_IDS: memory.ids,
-                VERIFY_ROWS: memory.verify_rows,
-                t.START: memory.start,
-                t.BLOCK_ROWS: memory.block_rows,
-                **{of_model(model, t.SLOTS): memory.all_slots for model in models},
-                **{of_model(m, name): cache for m in models for name, cache in memory.caches[m].items()},
-            },
-            {
-                t.GREEDY_IDS: memory.greedy_ids,
-                ACCEPTED: memory.accepted,
-                t.PROPOSALS: memory.proposals,
-                t.LOGIT_SUMS: memory.logit_sums,
-                **{of_model(m, name): cache for m in models for name, cache in memory.presents(m).items()},
-            },
-        )
+def draft_call(sessions: Sessions, manifest: Manifest, arrays: Mapping[str, Array]) -> Call:
+    return Call(sessions.draft, manifest.graphs[t.DRAFT].io, arrays, t.DRAFT)
 
 
 class OneCall:
     """Rounds of the fused graph."""
 
-    def __init__(self, sessions: Sessions, memory: Memory):
-        self._memory, self._round = memory, sessions.round(memory)
+    def __init__(self, sessions: Sessions, manifest: Manifest, arrays: Mapping[str, Array]):
+        self._arrays, self._round = arrays, Call(sessions.fused, round_io(manifest), arrays)
 
     def verify(self) -> int:
         """How many proposals stand; the next block is there, too."""
         self._round.run()
-        return int(self._memory.accepted[0])
+        return int(self._arrays[ACCEPTED][0])
 
     def draft(self, accepted: int) -> None:
         """Nothing is left to do."""
@@ -182,24 +137,26 @@ class OneCall:
 class TwoCalls:
     """Rounds of two graphs; the features stay where the target wrote them."""
 
-    def __init__(self, sessions: Sessions, memory: Memory):
-        features, wanted = memory.features(memory.rows), np.arange(memory.rows)[None]
-        self._memory = memory
-        self._target = sessions.verify(memory, memory.ids, wanted, memory.greedy_ids, features)
-        self._draft = sessions.block(memory, features)
+    def __init__(self, sessions: Sessions, manifest: Manifest, arrays: Mapping[str, Array]):
+        self._arrays = arrays
+        self._target = target_call(sessions, manifest, arrays)
+        self._draft = draft_call(sessions, manifest, arrays)
 
     def verify(self) -> int:
         """How many proposals stand."""
         self._target.run()
-        memory, count = self._memory, int(self._memory.verify_rows[0])
-        proposals, greedy = memory.ids[0, 1:count].tolist(), memory.greedy_ids[0, :count].tolist()
+        arrays, count = self._arrays, int(self._arrays[VERIFY_ROWS][0])
+        proposals, greedy = (
+            arrays[t.INPUT_IDS][0, 1:count].tolist(),
+            arrays[t.GREEDY_IDS][0, :count].tolist(),
+        )
         return accept_greedy(proposals, greedy, count, ()).accepted
 
     def draft(self, accepted: int) -> None:
         """Draft the next block."""
-        memory = self._memory
-        memory.anchor[0] = memory.start[0] + accepted + 1
-        memory.block_ids[0, 0] = memory.greedy_ids[0, accepted]
+        arrays = self._arrays
+        arrays[t.ANCHOR][0] = arrays[t.START][0] + accepted + 1
+        arrays[t.BLOCK_IDS][0, 0] = arrays[t.GREEDY_IDS][0, accepted]
         self._draft.run()
 
 
@@ -219,10 +176,9 @@ class Answer:
         self, way: str, sessions: Sessions, manifest: Manifest, prompt: list[int], new: int, rows: int
     ):
         slots = round_up(len(prompt) + new + manifest.slack_slots, KV_BUCKET)
-        self._memory, self._stops, self._new = Memory(manifest, rows, slots), manifest.stop_token_ids, new
-        self.ids = [prefill(sessions, self._memory, prompt)]
-        self._memory.start[0] = len(prompt)
-        self._rounds = WAYS[way](sessions, self._memory)
+        self._arrays, self._stops, self._new = arrays_for(manifest, rows, slots), manifest.stop_token_ids, new
+        self.ids = [prefill(sessions, manifest, self._arrays, prompt)]
+        self._rounds = WAYS[way](sessions, manifest, self._arrays)
         self.rounds_ms: list[float] = []
 
     @property
@@ -231,29 +187,37 @@ class Answer:
 
     def step(self) -> None:
         """Decode a round: verify, accept, draft."""
-        began, memory = perf_counter(), self._memory
-        memory.ids[0, 0] = self.ids[-1]
-        memory.ids[0, 1:] = memory.proposals[0, : memory.rows - 1]
-        memory.verify_rows[0] = min(memory.rows, self._new - len(self.ids))
+        began, arrays = perf_counter(), self._arrays
+        ids, count = arrays[t.INPUT_IDS], arrays[t.INPUT_IDS].shape[1]
+        ids[0, 0], ids[0, 1:] = self.ids[-1], arrays[t.PROPOSALS][0, : count - 1]
+        arrays[VERIFY_ROWS][0] = min(count, self._new - len(self.ids))
         accepted = self._rounds.verify()
-        for token in memory.greedy_ids[0, : accepted + 1].tolist():
+        for token in arrays[t.GREEDY_IDS][0, : accepted + 1].tolist():
             self.ids.append(token)
             if token in self._stops:
                 break
         if not self.ended:
             self._rounds.draft(accepted)
-            memory.start[0] += accepted + 1
+            arrays[t.START][0] += accepted + 1
         self.rounds_ms.append((perf_counter() - began) * 1000.0)
 
 
-def prefill(sessions: Sessions, memory: Memory, prompt: list[int]) -> int:
+def prefill(sessions: Sessions, manifest: Manifest, arrays: Mapping[str, Array], prompt: list[int]) -> int:
     """Read a prompt and draft the first block; gives the first token."""
-    ids, features = np.array([prompt]), memory.features(len(prompt))
-    greedy, last = np.zeros((1, 2), np.int64), np.full((1, 2), len(prompt) - 1)
-    sessions.verify(memory, ids, last, greedy, features).run()
-    memory.anchor[0], memory.block_ids[0, 0] = len(prompt), greedy[0, 0]
-    sessions.block(memory, features).run()
-    return int(greedy[0, 0])
+    count = len(prompt)
+    own = {
+        **arrays,
+        t.INPUT_IDS: np.array([prompt]),
+        t.WANTED_ROWS: np.full((1, 2), count - 1),
+        t.GREEDY_IDS: np.zeros((1, 2), np.int64),
+        t.FEATURES: features_of(manifest, count),
+    }
+    target_call(sessions, manifest, own).run()
+    first = int(own[t.GREEDY_IDS][0, 0])
+    arrays[t.ANCHOR][0], arrays[t.BLOCK_IDS][0, 0] = count, first
+    draft_call(sessions, manifest, own).run()
+    arrays[t.START][0] = count
+    return first
 
 
 def loaded(bundle: Path, manifest: Manifest) -> Sessions:
