@@ -354,6 +354,7 @@ class Manifest:
         target = self.graphs[TARGET]
         for name, graph in self.tuned.items():
             need(name in tuned.NAMES, "tuned", name, "one of " + ", ".join(tuned.NAMES))
+            need(graph.file == f"{name}.onnx", f"tuned.{name}.file", graph.file, f"{name}.onnx")
             need(graph.io == target.io, f"tuned.{name}.io", graph.io, "that of the target's graph")
             done = [step for step in graph.passes if step not in target.passes]
             known = [step for step in tuned.PASSES if step in done]

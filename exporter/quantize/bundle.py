@@ -77,6 +77,8 @@ def quantize_bundle(
     progress = progress or NullProgress()
     bundle = Path(bundle)
     check_replaceable(Path(output))  # before any work
+    if Path(output).resolve().is_relative_to(bundle.resolve()):
+        raise field_error(OutputError, "output", str(output), "a place outside the bundle that is read")
     if bits not in SCHEMES:
         raise field_error(RequestError, "bits", bits, "8 or 4")
     if not max_perplexity_ratio > 0:

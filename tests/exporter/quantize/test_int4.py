@@ -190,3 +190,11 @@ def test_the_demo_pair(demo_bundle, tmp_path):
         for prompt in demo_prompts():
             plain, speculative = (decoder.generate(prompt, 128, mode=mode, chat=True).ids for mode in Mode)
             assert plain == speculative
+
+
+def test_a_bundle_is_not_replaced_by_its_own_rounding(pair):
+    before = (pair.bundle / "manifest.json").read_bytes()
+    for output in (pair.bundle, pair.bundle / "inside"):
+        with pytest.raises(OutputError, match="a place outside the bundle that is read"):
+            quantize_bundle(pair.bundle, output, IDS, LOOSE)
+    assert (pair.bundle / "manifest.json").read_bytes() == before

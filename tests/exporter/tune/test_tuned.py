@@ -184,7 +184,10 @@ def test_a_dtype_that_the_cpu_does_not_compute_is_not_tuned(bundle, tmp_path):
             lambda tuned: {ALONE: replace(tuned[ALONE], io=t.GraphIO((), ()))},
             r"tuned.target.cpu.io: got .* expected that of the target's graph",
         ),
-        (lambda tuned: {ALONE: replace(tuned[ALONE], file="other.onnx")}, r"files: got 'other.onnx'"),
+        (
+            lambda tuned: {ALONE: replace(tuned[ALONE], file="target.cpu-batch.onnx")},
+            r"tuned.target.cpu.file: got 'target.cpu-batch.onnx', expected target.cpu.onnx",
+        ),
     ],
 )
 def test_a_manifest_that_says_something_else_is_refused(bundle, change, message):
