@@ -173,8 +173,7 @@ def export_command(
     from .exporter.export import export_bundle
 
     manifest = export_bundle(target, draft, output, DType(dtype), max_length, _progress())
-    size = sum(info.bytes for info in manifest.files.values())
-    click.echo(f"{output}: {len(manifest.graphs)} graphs, {len(manifest.files)} files, {size / 1e6:.1f} MB")
+    _print_size(output, manifest)
 
 
 @cli.command("quantize")
@@ -187,21 +186,53 @@ def export_command(
 )
 @click.option(
     "--bits",
-    type=click.Choice(["8", "4"]),
+    type=click.Choice(["8", "4", "32"]),
     default="8",
     show_default=True,
-    help="Of the weights of the target's layers; 4 is faster for single tokens, and less exact.",
+    help="Of the weights of the target's layers; 4 is faster for single tokens, and less exact. 32 rounds "
+    "nothing, for --draft-vocabulary alone.",
 )
 @_perplexity
+@click.option(
+    "--draft-vocabulary",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Let the draft propose among the N likeliest tokens [default: among all].",
+)
+@click.option(
+    "--draft-vocabulary-text",
+    type=click.Path(path_type=Path),
+    help="Text like the answers to come, to find these tokens in [default: that of --text].",
+)
 def quantize_command(
-    bundle: Path, output: Path, text: Path | None, bits: str, max_perplexity_ratio: float
+    bundle: Path,
+    output: Path,
+    text: Path | None,
+    bits: str,
+    max_perplexity_ratio: float,
+    draft_vocabulary: int | None,
+    draft_vocabulary_text: Path | None,
 ) -> None:
     """Turn a float32 bundle into one with int8 or int4 weights, for ONNX Runtime on the CPU."""
-    from .exporter.quantize.bundle import quantize_bundle
+    from .exporter.quantize.bundle import FLOAT_BITS, quantize_bundle
 
-    words = None if text is None else _text(text)
-    manifest = quantize_bundle(bundle, output, words, max_perplexity_ratio, _progress(), int(bits))
-    _print_quality(output, manifest)
+    if draft_vocabulary is None and draft_vocabulary_text is not None:
+        raise click.UsageError("--draft-vocabulary-text: say with --draft-vocabulary how many tokens to keep")
+    if draft_vocabulary is None and int(bits) == FLOAT_BITS:
+        raise click.UsageError(f"--bits {bits} rounds nothing: give --draft-vocabulary, or 8 or 4 bits")
+    words, said = (None if file is None else _text(file) for file in (text, draft_vocabulary_text))
+    manifest = quantize_bundle(
+        bundle, output, words, max_perplexity_ratio, _progress(), int(bits), draft_vocabulary, said
+    )
+    if manifest.quantization is None:
+        _print_size(output, manifest)
+    else:
+        _print_quality(output, manifest)
+
+
+def _print_size(output: Path, manifest: Any) -> None:
+    size = sum(info.bytes for info in manifest.files.values())
+    click.echo(f"{output}: {len(manifest.graphs)} graphs, {len(manifest.files)} files, {size / 1e6:.1f} MB")
 
 
 def _print_quality(output: Path, manifest: Any) -> None:

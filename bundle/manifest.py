@@ -22,6 +22,8 @@ SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 INT8 = "int8"
 """Among a graph's passes, where its weights were rounded."""
+DRAFT_VOCABULARY = "draft-vocabulary"
+"""Among a graph's passes, where the draft was made to propose among fewer tokens."""
 TAP_CONVENTION = "tap i = output of decoder layer i (0-based), before the final norm"
 
 

@@ -106,6 +106,7 @@ def description_lines(found: dict[str, Any]) -> list[str]:
             "block",
             f"{draft['block_size']} rows, {draft['proposals']} proposals from row {first}",
         ),
+        *_among(draft["vocab_size"], target["vocab_size"]),
         ("taps", f"{', '.join(map(str, draft['taps']))} ({draft['tap_convention']})"),
         ("mask", mask),
     ]
@@ -131,6 +132,10 @@ def description_lines(found: dict[str, Any]) -> list[str]:
     ]
     width = max(14, *(len(name) for name, _ in rows))
     return [f"{name:<{width}} {text}" for name, text in rows]
+
+
+def _among(proposed: int, ids: int) -> list[tuple[str, str]]:
+    return [("proposes", f"among {proposed} of {ids} tokens")] if proposed < ids else []
 
 
 def _apart(float32_parts: list[str]) -> str:

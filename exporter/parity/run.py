@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...bundle.errors import RequestError, UnsupportedError, field_error
-from ...bundle.manifest import manifest_from_bundle
+from ...bundle.manifest import DRAFT_VOCABULARY, manifest_from_bundle
+from ...bundle.tensors import DRAFT
 from ..progress import NullProgress, Progress
 from ..simple.spec import FAMILY
 from .generation import BundleLoop, GenerationStages
@@ -63,6 +64,11 @@ def parity_report(
             raise UnsupportedError(
                 "parity: this bundle's weights are rounded to integers, and its originals' are not; check "
                 "the float32 bundle that it was made from. `dflash inspect` shows what the rounding did"
+            )
+        if DRAFT_VOCABULARY in manifest.graphs[DRAFT].passes:
+            raise UnsupportedError(
+                f"parity: this bundle's draft proposes among {manifest.draft.draft_vocab_size} tokens, and "
+                "its original among all; check the bundle that it was made from"
             )
         check_dtype(manifest.dtype)
         if manifest.draft.family == FAMILY:

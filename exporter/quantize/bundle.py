@@ -1,4 +1,4 @@
-"""`quantize_bundle`: a float32 bundle in, one with int8 weights for ONNX Runtime out."""
+"""`quantize_bundle`: a float32 bundle in, one with fewer bits or a shorter draft's head out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from ...bundle.errors import BundleError, OutputError, RequestError, UnsupportedError, field_error
 from ...bundle.files import atomic_directory, check_replaceable, safe_path
@@ -31,12 +30,13 @@ from ..export import export_bundle
 from ..progress import NullProgress, Progress
 from ..tune.bundle import tuned_graphs
 from ..weights import WEIGHT_FILE
-from . import int4
+from .draft_vocabulary import check_size, likeliest, reduced
 from .int4 import BLOCK
-from .int8 import DOMAIN, replace_embedding, replace_group
-from .linear import Array, array_of, groups_of, weight_name
-from .measure import channel_powers, channel_sizes, score, windows
-from .smooth import smoothing_factors
+from .int8 import DOMAIN
+from .linear import groups_of, weight_name
+from .measure import cut, score, windows
+from .rounding import calibrated, round_weights
+from .store import Weights
 
 _ROWS = "one scale an output; activations in 255 steps, one scale a row"
 SCHEMES = {
@@ -44,9 +44,9 @@ SCHEMES = {
     4: f"int4 weights of the target's layers, {BLOCK} a scale, as are activations; the others int8, {_ROWS}",
 }
 """By the bits of the target's layers' weights."""
+FLOAT_BITS = 32
 MAX_PERPLEXITY_RATIO = 1.02
 _LEAST_TOKENS = 256
-_PAGE_BYTES = 4096
 
 
 def quantize_bundle(
@@ -56,6 +56,8 @@ def quantize_bundle(
     max_perplexity_ratio: float = MAX_PERPLEXITY_RATIO,
     progress: Progress | None = None,
     bits: int = 8,
+    draft_vocabulary: int | None = None,
+    vocabulary_text: str | Sequence[int] | None = None,
 ) -> Manifest:
     """Write a bundle with int8 or int4 weights and check what that does to the target.
 
@@ -66,12 +68,15 @@ def quantize_bundle(
             with this package.
         max_perplexity_ratio: largest perplexity allowed, over that of the float32 target.
         progress: is told about stages.
-        bits: of the weights of the target's layers, 8 or 4; the head and the draft have 8.
+        bits: of the weights of the target's layers, 8 or 4; the head and the draft have 8. `FLOAT_BITS`
+            rounds nothing, and is for a `draft_vocabulary` alone.
+        draft_vocabulary: tokens among which the draft is to propose; None leaves them all.
+        vocabulary_text: a text, or its token ids, in which the likeliest are counted; None takes `text`.
 
     Raises:
         BundleError: the bundle is missing or damaged, or is not float32.
-        RequestError: the text is too short.
-        UnsupportedError: there is nothing in it to quantise.
+        RequestError: a text is too short, or a number is out of range.
+        UnsupportedError: there is nothing in it to quantise, or the draft's head is its own.
         OutputError: the result is worse than allowed, or cannot be written; an earlier bundle is as it was.
     """
     progress = progress or NullProgress()
@@ -79,8 +84,12 @@ def quantize_bundle(
     check_replaceable(Path(output))  # before any work
     if Path(output).resolve().is_relative_to(bundle.resolve()):
         raise field_error(OutputError, "output", str(output), "a place outside the bundle that is read")
-    if bits not in SCHEMES:
-        raise field_error(RequestError, "bits", bits, "8 or 4")
+    if bits not in SCHEMES and not (bits == FLOAT_BITS and draft_vocabulary is not None):
+        raise field_error(
+            RequestError, "bits", bits, f"8 or 4, or {FLOAT_BITS} where the draft's vocabulary is reduced"
+        )
+    if vocabulary_text is not None and draft_vocabulary is None:
+        raise field_error(RequestError, "vocabulary_text", "a text", "none without draft_vocabulary")
     if not max_perplexity_ratio > 0:
         raise field_error(RequestError, "max_perplexity_ratio", max_perplexity_ratio, "a number > 0")
     with progress.stage("check bundle"):
@@ -88,6 +97,9 @@ def quantize_bundle(
         _check(manifest)
         ids = _tokens(bundle, manifest, text)
         calibration, check = windows(ids)
+        if draft_vocabulary is not None:
+            check_size(manifest, draft_vocabulary)
+            said = ids if vocabulary_text is None else _tokens(bundle, manifest, vocabulary_text)
     models = {name: ir.load(safe_path(bundle, info.file)) for name, info in manifest.graphs.items()}
     head = _head(models[TARGET])
     groups = groups_of(models[TARGET], head)
@@ -96,43 +108,41 @@ def quantize_bundle(
             f"quantize: the target ({manifest.target.family}) has no attention or MLP weights that it knows "
             "by name; only targets of transformers are quantised"
         )
-    with progress.stage("calibrate"):
-        smoothed = [group for group in groups if group.norm is not None]
-        sizes = channel_sizes(bundle, manifest, [_name(g.source) for g in smoothed], calibration)
-        factors = {g.names: smoothing_factors(sizes[_name(g.source)], g.weights()) for g in smoothed}
-        of_head = next((found for names, found in factors.items() if head in names), None)
-        if of_head is None:
-            of_head = np.ones(manifest.target.hidden_size, np.float32)
-        powers: dict[tuple[str, ...], Array] = {}
-        if bits == 4:
-            layers = [group for group in groups if head not in group.names]
-            found = channel_powers(bundle, manifest, [_name(g.source) for g in layers], calibration)
-            powers = {group.names: found[_name(group.source)] for group in layers}
+    original = manifest
+    if draft_vocabulary is not None:
+        with progress.stage("choose the draft's vocabulary"):
+            kept = likeliest(bundle, manifest, cut(said), draft_vocabulary)
+            manifest = reduced(manifest, models, head, kept)
+    rounding = None
+    if bits in SCHEMES:
+        with progress.stage("calibrate"):
+            rounding = calibrated(bundle, original, groups, head, calibration, bits)
     with atomic_directory(Path(output)) as work:
-        with progress.stage("quantise weights"), _Weights(work) as weights:
+        with progress.stage("write weights"), Weights(work) as weights:
             graphs = dict(manifest.graphs)
             for name, model in models.items():
-                if name in (TARGET, DRAFT):
-                    _quantise(model, head, of_head, factors, powers if name == TARGET else {}, weights)
-                graphs[name] = _save(model, manifest.graphs[name], work, weights)
+                if rounding is not None and name in (TARGET, DRAFT):
+                    round_weights(model, rounding, weights)
+                graphs[name] = _save(model, name, manifest.graphs[name], work, weights)
             _copy_others(manifest, bundle, work)
         tuned = tuned_graphs(work, graphs[TARGET], manifest.target.cache)
         files = {p.relative_to(work).as_posix(): file_info(p) for p in sorted(work.rglob("*")) if p.is_file()}
-        quantised = replace(manifest, graphs=graphs, files=files, engines={}, tuned=tuned)
-        with progress.stage("check quality"):
-            info = _quality(bundle, manifest, work, quantised, check, ids, SCHEMES[bits])
-            if not info.perplexity_ratio <= max_perplexity_ratio:
-                raise field_error(
-                    OutputError,
-                    "perplexity",
-                    f"{info.perplexity_ratio:.4f} x that of float32",
-                    f"at most {max_perplexity_ratio}",
-                    "allow more, or use " + ("the float32 bundle" if bits == 8 else "8 bits"),
-                )
-        quantised = replace(quantised, quantization=info)
-        quantised.check()
-        manifest_to_file(quantised, work)
-    return quantised
+        made = replace(manifest, graphs=graphs, files=files, engines={}, tuned=tuned)
+        if rounding is not None:
+            with progress.stage("check quality"):
+                info = _quality(bundle, original, work, made, check, ids, SCHEMES[bits])
+                if not info.perplexity_ratio <= max_perplexity_ratio:
+                    raise field_error(
+                        OutputError,
+                        "perplexity",
+                        f"{info.perplexity_ratio:.4f} x that of float32",
+                        f"at most {max_perplexity_ratio}",
+                        "allow more, or use " + ("the float32 bundle" if bits == 8 else "8 bits"),
+                    )
+            made = replace(made, quantization=info)
+        made.check()
+        manifest_to_file(made, work)
+    return made
 
 
 def export_quantized(
@@ -197,66 +207,16 @@ def _head(model: ir.Model) -> str:
     return weight_name(products[-1])
 
 
-def _name(value: ir.Value) -> str:
-    assert value.name is not None
-    return value.name
-
-
-def _quantise(
-    model: ir.Model,
-    head: str,
-    of_head: Array,
-    factors: dict[tuple[str, ...], Array],
-    powers: dict[tuple[str, ...], Array],
-    weights: _Weights,
-) -> None:
-    """Round what is worth it; groups in `powers` to four bits, the others to eight."""
-    graph = model.graph
-    place = weights.placer(graph)
-    for group in groups_of(model, head):
-        if group.names in powers:
-            int4.replace_group(graph, group, group.weights(), powers[group.names], place)
-            continue
-        chosen = of_head if head in group.names else factors.get(group.names)
-        if chosen is None:
-            replace_group(graph, group, group.weights(), place)
-            continue
-        if group.norm is not None:
-            value = group.norm.inputs[1]
-            smoothed = place(f"{value.name}.smooth", array_of(value) / chosen)  # type: ignore[union-attr]
-            group.norm.replace_input_with(1, smoothed)
-        else:
-            scale = place(f"{head}.unsmooth", (1.0 / chosen).astype(np.float32))
-            divided = ir.node("Mul", [group.source, scale])
-            graph.insert_before(group.nodes[0], divided)
-            group = replace(group, source=divided.outputs[0])
-        replace_group(graph, group, [weight * chosen for weight in group.weights()], place)
-    for node in list(graph):
-        value = node.inputs[0] if node.op_type == "Gather" and not node.domain else None
-        if value is not None and value.name == head:
-            replace_embedding(graph, node, head, of_head, place)
-    model.opset_imports[DOMAIN] = 1
-
-
-def _save(model: ir.Model, info: GraphInfo, work: Path, weights: _Weights) -> GraphInfo:
+def _save(model: ir.Model, name: str, info: GraphInfo, work: Path, weights: Weights) -> GraphInfo:
     """Write a graph; every weight that it has outside goes to the new file."""
-    graph = model.graph
-    used = {id(value) for node in graph for value in node.inputs}
-    stored = False
-    for name in list(graph.initializers):
-        value = graph.initializers[name]
-        if id(value) not in used:
-            del graph.initializers[name]
-        elif isinstance(value.const_value, ir.ExternalTensor):
-            if value.const_value.location != WEIGHT_FILE or value.const_value.base_dir != str(work):
-                value.const_value = weights.add(name, array_of(value))
-            stored = True
+    stored = weights.take(model.graph)
     passes = info.passes
     if DOMAIN in model.opset_imports:
-        kinds = {node.op_type for node in graph}
+        kinds = {node.op_type for node in model.graph}
         passes = (*passes, *(["int4"] if "MatMulNBits" in kinds else []), "smooth", INT8)
-    ir.save(model, work / info.file)
-    return replace(info, weights=(WEIGHT_FILE,) if stored else (), passes=passes)
+    file = f"{name}.onnx"
+    ir.save(model, work / file)
+    return replace(info, file=file, weights=(WEIGHT_FILE,) if stored else (), passes=passes)
 
 
 def _copy_others(manifest: Manifest, bundle: Path, work: Path) -> None:
@@ -285,63 +245,3 @@ def _quality(
         tokens=len(before.surprise),
         ids_sha256=hashlib.sha256(np.array(ids, "<i8").tobytes()).hexdigest(),
     )
-
-
-class _Weights:
-    """The new weight file; each name once, whichever graphs use it."""
-
-    def __init__(self, work: Path):
-        self._work = work
-        self._file = open(work / WEIGHT_FILE, "wb")  # noqa: SIM115 - closed by __exit__
-        self._placed: dict[str, ir.ExternalTensor] = {}
-
-    def __enter__(self) -> _Weights:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def add(self, name: str, array: NDArray[np.generic]) -> ir.ExternalTensor:
-        """Store an array, unless one of this name is there."""
-        if name not in self._placed:
-            offset = self._file.tell() + -self._file.tell() % _PAGE_BYTES
-            self._file.write(b"\0" * (offset - self._file.tell()))
-            self._file.write(np.ascontiguousarray(array).data)
-            self._placed[name] = ir.ExternalTensor(
-                WEIGHT_FILE,
-                offset,
-                array.nbytes,
-                ir.DataType.from_numpy(array.dtype),
-                shape=ir.Shape(array.shape),
-                name=name,
-                base_dir=str(self._work),
-            )
-        return self._placed[name]
-
-    def placer(self, graph: ir.Graph) -> _Placer:
-        """Stores arrays for a graph."""
-        return _Placer(self, graph)
-
-
-class _Placer:
-    """Values of a graph for stored arrays; small ones stay in the graph."""
-
-    def __init__(self, weights: _Weights, graph: ir.Graph):
-        self._weights = weights
-        self._graph = graph
-
-    def __call__(self, name: str, array: NDArray[np.generic]) -> ir.Value:
-        known = self._graph.initializers.get(name)
-        if known is not None:
-            return known
-        tensor: ir.TensorProtocol = ir.tensor(array, name=name)
-        if array.nbytes > 1024:
-            tensor = self._weights.add(name, array)
-        value = ir.Value(
-            name=name,
-            shape=ir.Shape(array.shape),
-            type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
-            const_value=tensor,
-        )
-        self._graph.register_initializer(value)
-        return value

@@ -35,11 +35,16 @@ class Scored:
     choices: NDArray[np.int64]
 
 
+def cut(ids: Sequence[int]) -> list[list[int]]:
+    """Cut a text into windows; a short rest is left out."""
+    parts = [list(ids[begin : begin + WINDOW]) for begin in range(0, len(ids), WINDOW)]
+    return [part for part in parts if len(part) >= WINDOW // 2]
+
+
 def windows(ids: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
     """Cut a text into windows, in turn for calibration and for the check."""
-    cut = [list(ids[begin : begin + WINDOW]) for begin in range(0, len(ids), WINDOW)]
-    cut = [window for window in cut if len(window) >= WINDOW // 2]
-    return cut[0::2], cut[1::2]
+    parts = cut(ids)
+    return parts[0::2], parts[1::2]
 
 
 def channel_sizes(
@@ -88,13 +93,29 @@ def _inner(
 
 def score(bundle: Path, manifest: Manifest, texts: Sequence[Sequence[int]]) -> Scored:
     """Let a bundle's target read texts, each by itself."""
-    graph = TargetGraph(bundle, manifest)
     surprise, choices = [], []
+    for text, logs in zip(texts, _log_probabilities(bundle, manifest, texts), strict=True):
+        surprise.append(-logs[np.arange(len(text) - 1), text[1:]])
+        choices.append(logs[:-1].argmax(axis=-1))
+    return Scored(np.concatenate(surprise), np.concatenate(choices))
+
+
+def expected_counts(bundle: Path, manifest: Manifest, texts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    """How often a bundle's target expects each token in texts, each read by itself: [V]."""
+    counts = np.zeros(manifest.target.vocab_size)
+    for logs in _log_probabilities(bundle, manifest, texts):
+        counts += np.exp(logs).sum(axis=0)
+    return counts
+
+
+def _log_probabilities(
+    bundle: Path, manifest: Manifest, texts: Sequence[Sequence[int]]
+) -> Iterator[NDArray[np.float64]]:
+    """What a bundle's target expects behind each token of each text, [S, V] each."""
+    graph = TargetGraph(bundle, manifest)
     for text in texts:
         graph.reset(len(text))
-        logits = graph.run(np.array([text]), 0, wanted=[t.LOGITS])[t.LOGITS][0, :-1].astype(np.float64)
+        logits = graph.run(np.array([text]), 0, wanted=[t.LOGITS])[t.LOGITS][0].astype(np.float64)
         logits -= logits.max(axis=-1, keepdims=True)
         logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-        surprise.append(-logits[np.arange(len(text) - 1), text[1:]])
-        choices.append(logits.argmax(axis=-1))
-    return Scored(np.concatenate(surprise), np.concatenate(choices))
+        yield logits

@@ -253,7 +253,7 @@ def test_the_demo_pair_in_int8(demo_bundle, tmp_path):
 
 def test_the_check_sees_a_damaged_weight(pair, tmp_path, monkeypatch):
     """Rounding far too coarsely must be found."""
-    from dflash_deploy.exporter.quantize import bundle as module
+    from dflash_deploy.exporter.quantize import rounding as module
 
     def coarse(graph, group, weights, place):
         replace_group(graph, group, [np.sign(weight) * np.abs(weight).max() for weight in weights], place)
