@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     import torch
 
 _CHUNK_BYTES = 1 << 23
+_LARGE_BYTES = 1 << 20
+_DISK_BLOCK_BYTES = 4096  # where and how much a file is read past the page cache: multiples of this
+_WIDEST_ALIGNMENT = 8  # bytes, of a number
 
 
 class SourceFiles:
@@ -71,25 +75,66 @@ class SourceFiles:
 
 
 def _read(path: Path, offset: int, size: int, last: bool = False) -> torch.Tensor:
-    """Read bytes, for the last time if so said: then the page cache need not keep them.
+    """Read bytes, for the last time if so said: then past the page cache, where the system allows it.
 
-    Filling it anew with every page of a large checkpoint takes more processor time than reading it.
+    Filling the cache anew with every page of a large checkpoint takes more processor time than reading it.
     """
+    try:
+        data = _read_past_cache(path, offset, size) if last and size >= _LARGE_BYTES else None
+        if data is None:
+            data = _read_as_usual(path, offset, size, last)
+    except OSError as cause:
+        raise CheckpointError(f"{path.name}: cannot be read ({cause})") from cause
+    if data.numel() < size:
+        raise CheckpointError(
+            f"{path.name}: got {data.numel()} bytes from byte {offset} on, expected {size}; "
+            "was it changed meanwhile?"
+        )
+    return data
+
+
+def _read_as_usual(path: Path, offset: int, size: int, last: bool) -> torch.Tensor:
+    """As many of the bytes as there are; after the last time the page cache need not keep them."""
     import torch
 
     data = torch.empty(size, dtype=torch.uint8)
     view, done = data.numpy().data, 0
+    with open(path, "rb", buffering=0) as file:
+        file.seek(offset)
+        while done < size and (count := file.readinto(view[done:])):
+            done += count
+        if last and hasattr(os, "posix_fadvise"):  # not on every system
+            os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
+    return data[:done]
+
+
+def _read_past_cache(path: Path, offset: int, size: int) -> torch.Tensor | None:
+    """As many of the bytes as there are, or None if this cannot be done here.
+
+    The disk fills whole blocks of memory that begin at a block.
+    """
+    import torch
+
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    before = offset % _DISK_BLOCK_BYTES
+    whole = before + size + -(before + size) % _DISK_BLOCK_BYTES
+    memory = torch.empty(whole + _DISK_BLOCK_BYTES, dtype=torch.uint8)
+    blocks = memory[-memory.data_ptr() % _DISK_BLOCK_BYTES :][:whole]
+    view, done = blocks.numpy().data, 0
     try:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(offset)
-            while done < size and (count := file.readinto(view[done:])):
-                done += count
-            if last and hasattr(os, "posix_fadvise"):  # not on every system
-                os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            # A count that is no multiple of a block is the file's end.
+            while done < whole and done % _DISK_BLOCK_BYTES == 0:
+                done += (count := os.preadv(file, [view[done:]], offset - before + done))
+                if not count:
+                    break
+        finally:
+            os.close(file)
     except OSError as cause:
-        raise CheckpointError(f"{path.name}: cannot be read ({cause})") from cause
-    if done < size:
-        raise CheckpointError(
-            f"{path.name}: got {done} bytes from byte {offset} on, expected {size}; was it changed meanwhile?"
-        )
-    return data
+        if cause.errno == errno.EINVAL:  # not on every file system
+            return None
+        raise
+    data = blocks[:done][before : before + size]
+    return data if data.data_ptr() % _WIDEST_ALIGNMENT == 0 else data.clone()

@@ -7,11 +7,13 @@ load they share the pages that the file is mapped to.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from ..bundle.errors import CheckpointError
 from .block_file import BlockFile
+from .read_ahead import ReadAhead
 
 WEIGHT_FILE = "weights.bin"
 
@@ -31,6 +34,13 @@ _IR_DTYPES = {
 }
 _PAGE_BYTES = 4096
 _SMALL_BYTES = 1 << 20
+# How long a thread that runs Python may keep the others waiting. A block of weights takes twenty turns;
+# at Python's own 5 ms they get hardly anywhere beside a tracer.
+_TURN_S = 0.0005
+# Numbers converted at once. From one of these dtypes to the other, torch is faster by way of float32, as long
+# as that stays in the processor's cache; with fewer numbers, more turns would be needed.
+_AT_ONCE = 1 << 20
+_HALVES = {torch.float16, torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,7 @@ class WeightPlan:
 
 
 class WeightWriter(WeightPlan):
-    """Writes weights to one file, piece by piece, in a thread of its own. Use as a context manager.
+    """Writes weights to one file, piece by piece, in threads of its own. Use as a context manager.
 
     Places are known as soon as a weight was added, so that graphs are traced while weights are read, checked,
     converted, hashed and written, in the order in which they were added. Leaving the context without an error
@@ -105,12 +115,17 @@ class WeightWriter(WeightPlan):
         self._written = 0
         self._sha256 = ""
         # One thread of torch's is fast enough for a disk; more would take the cores from the tracer.
-        self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+        one_thread = partial(torch.set_num_threads, 1)
+        self._reader: ReadAhead[Tensor] = ReadAhead(one_thread)
+        self._thread = ThreadPoolExecutor(1, initializer=one_thread)
         self._jobs: deque[tuple[Future[None], int]] = deque()
         self._given_up = threading.Event()
+        self._wide = torch.empty(_AT_ONCE, dtype=torch.float32)
+        self._turn_s = sys.getswitchinterval()
 
     def __enter__(self) -> WeightWriter:
         """Give the writer."""
+        sys.setswitchinterval(min(_TURN_S, self._turn_s))
         return self
 
     def __exit__(
@@ -121,7 +136,9 @@ class WeightWriter(WeightPlan):
             if error is None:
                 _ = self.sha256
         finally:
+            sys.setswitchinterval(self._turn_s)
             self._given_up.set()
+            self._reader.close()
             self._thread.shutdown(cancel_futures=True)
             self._file.close()
 
@@ -157,11 +174,12 @@ class WeightWriter(WeightPlan):
         return self._sha256
 
     def _fill(self, placed: Placed, dtype: torch.dtype, pieces: Iterable[Tensor], source: str) -> None:
-        job = self._thread.submit(self._write_weight, placed, dtype, pieces, source)
+        ahead = self._reader.start(pieces)
+        job = self._thread.submit(self._write_weight, placed, dtype, ahead, source)
         self._jobs.append((job, placed.bytes))
 
     def _write_weight(
-        self, placed: Placed, dtype: torch.dtype, pieces: Iterable[Tensor], source: str
+        self, placed: Placed, dtype: torch.dtype, pieces: Iterator[Tensor], source: str
     ) -> None:
         if self._given_up.is_set():
             return
@@ -191,14 +209,20 @@ class WeightWriter(WeightPlan):
         left = numbers.reshape(-1)
         while left.numel():
             room = self._file.room()
-            count = min(left.numel(), room.numel() // dtype.itemsize)
+            count = min(left.numel(), room.numel() // dtype.itemsize, _AT_ONCE)
             size = count * dtype.itemsize
-            result = room[:size].view(dtype).copy_(left[:count])
+            result = self._converted(left[:count], room[:size].view(dtype))
             if not _finite(result):  # neither NaN nor infinity becomes finite by conversion
                 raise _not_finite(numbers, dtype, source)
             self._file.advance(size)
             self._written += size
             left = left[count:]
+
+    def _converted(self, numbers: Tensor, result: Tensor) -> Tensor:
+        """Fill `result` [N] with `numbers` [N], at most `_AT_ONCE`."""
+        if numbers.dtype != result.dtype and {numbers.dtype, result.dtype} <= _HALVES:
+            numbers = self._wide[: len(numbers)].copy_(numbers)
+        return result.copy_(numbers)
 
 
 def _not_finite(piece: Tensor, dtype: torch.dtype, source: str) -> CheckpointError:
@@ -216,4 +240,4 @@ def _finite(tensor: Tensor) -> bool:
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) and torch.isfinite(high))
+    return math.isfinite(low.item()) and math.isfinite(high.item())

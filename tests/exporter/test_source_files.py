@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import random
 from pathlib import Path
@@ -90,3 +91,35 @@ def test_a_file_that_became_shorter_is_refused(contents: dict[Path, bytes]) -> N
     first.unlink()
     with pytest.raises(CheckpointError, match="a: cannot be read"):
         source.read(first, 0, 1)
+
+
+@pytest.mark.parametrize("can_skip_cache", [True, False])
+def test_past_the_cache_or_not_the_bytes_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_skip_cache: bool
+) -> None:
+    """Parts that begin and end anywhere, up to the file's end and beyond it."""
+    monkeypatch.setattr(source_files, "_LARGE_BYTES", 1)
+    if not can_skip_cache:
+        monkeypatch.delattr(source_files.os, "O_DIRECT", raising=False)
+    path, data = tmp_path / "file", random.Random(0).randbytes(50_001)
+    path.write_bytes(data)
+    for offset in (0, 1, 8, 4095, 4096, 12_289, 50_000):
+        for size in (1, 7, 4096, 20_000):
+            end = offset + size
+            if end > len(data):
+                with pytest.raises(CheckpointError, match=rf"got {len(data) - offset} bytes from byte"):
+                    source_files._read(path, offset, size, last=True)
+            else:
+                read = source_files._read(path, offset, size, last=True)
+                assert read.numpy().tobytes() == data[offset:end]
+                assert read.data_ptr() % 8 == 0
+
+
+def test_a_file_system_that_always_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(source_files, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(source_files.os, "preadv", refused)
+    (tmp_path / "file").write_bytes(b"abc")
+    assert source_files._read(tmp_path / "file", 1, 2, last=True).numpy().tobytes() == b"bc"
