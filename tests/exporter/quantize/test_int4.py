@@ -10,10 +10,10 @@ from onnx import TensorProto, helper, numpy_helper
 from dflash_deploy.bundle.errors import OutputError, RequestError
 from dflash_deploy.bundle.manifest import manifest_from_bundle
 from dflash_deploy.bundle.tensors import DRAFT, TARGET
-from dflash_deploy.bundle.tuned import ALONE, GROUP_HEADS, MERGE_HEADS, TOGETHER, WHOLE_CACHE
+from dflash_deploy.bundle.tuned import ALONE, GROUP_HEADS, MERGE_HEADS, OPEN_ATTENTION, TOGETHER, WHOLE_CACHE
 from dflash_deploy.cli import cli
 from dflash_deploy.exporter.quantize.bundle import SCHEMES, quantize_bundle
-from dflash_deploy.exporter.quantize.int4 import BLOCK, TOP, _packed, rounded
+from dflash_deploy.exporter.quantize.int4 import BLOCK, ZERO, _packed, rounded
 from dflash_deploy.runtime.decoder import Decoder
 from dflash_deploy.runtime.service import Service, ServiceSettings
 from dflash_deploy.runtime.stats import Mode
@@ -37,15 +37,14 @@ def rounded_bundle(pair, tmp_path_factory):
 
 
 def test_a_weight_on_a_grid_is_kept():
-    """Sixteen steps from a zero point: rounding finds scale and zero point again."""
+    """Sixteen steps, one of which stands for 0: rounding finds the steps and the scale again."""
     random = np.random.default_rng(1)
-    steps = random.integers(0, TOP + 1, (6, 3, BLOCK))
-    steps[..., :2] = 0, TOP  # every block uses its range
-    scales, zeros = random.uniform(0.01, 2.0, (6, 3)), random.integers(1, TOP, (6, 3))
-    weight = ((steps - zeros[..., None]) * scales[..., None]).reshape(6, -1).astype(np.float32)
+    steps = random.integers(0, 16, (6, 3, BLOCK))
+    steps[..., :2] = 0, 15  # every block uses its range
+    scales = random.uniform(0.01, 2.0, (6, 3)) * random.choice([-1.0, 1.0], (6, 3))
+    weight = ((steps - ZERO) * scales[..., None]).reshape(6, -1).astype(np.float32)
     found = rounded(weight)
     np.testing.assert_array_equal(found.steps, steps)
-    np.testing.assert_array_equal(found.zeros, zeros)
     np.testing.assert_allclose(found.scales, scales, rtol=1e-5)
     np.testing.assert_allclose(found.numbers(weight.shape[1]), weight, rtol=1e-5, atol=1e-6)
 
@@ -57,17 +56,15 @@ def test_rounding_is_no_worse_than_evenly_spaced_steps_and_follows_the_power_of_
     power = np.full(70, 1e-3, np.float32)
     power[5] = 100.0
     even, weighted = (rounded(weight, p).numbers(70) for p in (None, power))
-    span = weight.max() - weight.min()
-    assert np.abs(even - weight).max() <= span / TOP
+    assert np.abs(even - weight).max() <= np.abs(weight).max() / 7
     assert not even[3].any()
     simple = np.abs(even - weight)[:, 5].mean()
     assert np.abs(weighted - weight)[:, 5].mean() < 0.5 * simple
-    assert (rounded(weight).steps <= TOP).all()
-    assert (rounded(weight).zeros <= TOP).all()
+    assert (rounded(weight).steps <= 15).all()
 
 
 def test_two_numbers_stand_in_a_byte_the_first_one_low():
-    assert _packed(np.array([[1, 2, 15]], np.uint8)).tolist() == [[0x21, 0x0F]]
+    assert _packed(np.array([[1, 2, 15, 0]], np.uint8)).tolist() == [[0x21, 0x0F]]
 
 
 def test_the_product_is_that_of_the_rounded_numbers_and_rows_do_not_see_each_other():
@@ -78,11 +75,10 @@ def test_the_product_is_that_of_the_rounded_numbers_and_rows_do_not_see_each_oth
     stored = {
         "w": _packed(blocks.steps),
         "s": blocks.scales,
-        "z": _packed(blocks.zeros),
     }
     node = helper.make_node(
         "MatMulNBits",
-        ["x", "w", "s", "z"],
+        ["x", "w", "s"],
         ["y"],
         domain="com.microsoft",
         K=96,
@@ -128,7 +124,7 @@ def test_what_was_done_is_in_the_manifest(pair, rounded_bundle):
     assert 0.5 < manifest.quantization.perplexity_ratio <= LOOSE
     assert manifest.graphs[TARGET].passes == ("int4", "smooth", "int8")
     assert manifest.graphs[DRAFT].passes == ("smooth", "int8")
-    done = ("int4", "smooth", "int8", MERGE_HEADS, WHOLE_CACHE)
+    done = ("int4", "smooth", "int8", MERGE_HEADS, WHOLE_CACHE, OPEN_ATTENTION)
     assert manifest.tuned[ALONE].passes == done
     assert manifest.tuned[TOGETHER].passes == (*done, GROUP_HEADS)
     model = onnx.load(rounded_bundle / "target.onnx", load_external_data=False)
