@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..bundle.errors import ProviderError, RequestError
+from ..bundle.errors import ProviderError, RequestError, field_error
 from ..runtime.request import Prompt
 from .own import Length
 
@@ -74,7 +74,11 @@ def prompt_set(source: str | None, limit: int | None = None, seed: int = 0) -> P
         return PromptSet(DEMO, demo_texts()[:limit])
     if source == HUMANEVAL:
         return PromptSet(HUMANEVAL, humaneval_texts()[:limit])
-    return PromptSet(Path(source or "").name, texts_from_file(Path(source or ""))[:limit])
+    file = Path(source or "")
+    if not file.exists():
+        expected = f"{', '.join(SETS)}, or a text file with one prompt a line"
+        raise field_error(RequestError, "prompts", source, expected, "there is no such file")
+    return PromptSet(file.name, texts_from_file(file)[:limit])
 
 
 def demo_texts() -> list[str]:

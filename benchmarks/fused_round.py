@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from dflash_deploy.bundle import tensors as t
 from dflash_deploy.bundle.limits import KV_BUCKET, round_up
 from dflash_deploy.bundle.manifest import GraphInfo, Manifest
+from dflash_deploy.bundle.round_graph import ACCEPTED, VERIFY_ROWS, of_model, round_io
 from dflash_deploy.bundle.tuned import ALONE
-from dflash_deploy.exporter.tune.fuse_round import ACCEPTED, VERIFY_ROWS, fuse_round, of_model, round_io
+from dflash_deploy.exporter.tune.fuse_round import fuse_round
 from dflash_deploy.runtime.accept import accept_greedy
 from dflash_deploy.runtime.decoder import Decoder
 from dflash_deploy.runtime.ort_engine import SPIN_US, physical_cores
@@ -61,6 +62,11 @@ class Sessions:
     fused: Any
 
 
+def io_of(manifest: Manifest) -> t.GraphIO:
+    """Inputs and outputs of a round of the bundle's pair."""
+    return round_io(manifest.target.cache, manifest.draft.cache, manifest.draft.proposals)
+
+
 def arrays_for(manifest: Manifest, rows: int, slots: int) -> dict[str, Array]:
     """What goes in and out of a round, by its name in the fused graph, and what only two calls need.
 
@@ -69,7 +75,7 @@ def arrays_for(manifest: Manifest, rows: int, slots: int) -> dict[str, Array]:
         rows: rows that are verified.
         slots: slots of all caches.
     """
-    draft, io, sizes = manifest.draft, round_io(manifest), {t.BATCH: 1, t.ROWS: rows}
+    draft, io, sizes = manifest.draft, io_of(manifest), {t.BATCH: 1, t.ROWS: rows}
     arrays = {
         info.name: np.zeros(
             [sizes.get(axis, slots) if isinstance(axis, str) else axis for axis in info.axes],
@@ -123,7 +129,7 @@ class OneCall:
     """Rounds of the fused graph."""
 
     def __init__(self, sessions: Sessions, manifest: Manifest, arrays: Mapping[str, Array]):
-        self._arrays, self._round = arrays, Call(sessions.fused, round_io(manifest), arrays)
+        self._arrays, self._round = arrays, Call(sessions.fused, io_of(manifest), arrays)
 
     def verify(self) -> int:
         """How many proposals stand; the next block is there, too."""
@@ -227,7 +233,7 @@ def loaded(bundle: Path, manifest: Manifest) -> Sessions:
         manifest.graphs[t.DRAFT],
     )
     models = [ir.load(bundle / info.file) for info in infos]
-    models.append(fuse_round(models[0], models[1], manifest))
+    models.append(fuse_round(models[0], models[1], manifest.target, manifest.draft))
     return Sessions(*(session(bundle, ir.to_proto(model).SerializeToString()) for model in models))
 
 

@@ -58,6 +58,28 @@ def check_replaceable(final: Path) -> None:
         )
 
 
+def check_writable(final: Path) -> None:
+    """Check that a bundle can be written to `final`, before the work that should end there. Leaves nothing.
+
+    Raises:
+        OutputError: something else is there, or no directory can be made beside it.
+    """
+    final = Path(os.path.abspath(final))
+    folder = final.parent
+    try:
+        check_replaceable(final)
+        # Tried, for permissions say less: a superuser has them all, and a file system may still refuse.
+        while not folder.exists():
+            folder = folder.parent
+        Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=folder)).rmdir()
+    except OSError as cause:
+        raise _unwritable(final, cause) from cause
+
+
+def _unwritable(final: Path, cause: OSError) -> OutputError:
+    return OutputError(f"output: cannot write beside {final}: {cause.strerror}; choose another --output")
+
+
 @contextmanager
 def atomic_directory(final: Path) -> Iterator[Path]:
     """Give a temporary directory beside `final` that takes its place when the block ends well.
@@ -74,7 +96,7 @@ def atomic_directory(final: Path) -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
     except OSError as cause:
-        raise OutputError(f"output: cannot write beside {final}: {cause.strerror}") from cause
+        raise _unwritable(final, cause) from cause
     try:
         os.chmod(work, 0o777 & ~_umask())
         yield work

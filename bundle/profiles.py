@@ -9,6 +9,7 @@ a pass with it, and neither knows more about shapes than what stands here and in
     target   prefill   a part of the prompt, the first one over an empty cache; logits of the last row
     draft    round     context rows of one verify pass, and a block
     draft    prefill   context rows of one part of the prompt, or of some plain rounds, and a block
+    round    round     both: the rows of one verify pass, and a block
 
 Several requests are one pass: its rows are those of the longest, on each axis.
 """
@@ -21,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from .errors import EngineError
 from .limits import EXACT_ROWS, KV_BUCKET, ShapeLimits
 from .manifest import Manifest
+from .round_graph import ROUND, own_axes
 from .tensors import (
     BATCH,
     CAPACITY,
@@ -74,6 +76,7 @@ def plan_profiles(
         CAPACITY: (capacity, capacity, capacity),
         KV: (min(KV_BUCKET, capacity), min(TYPICAL_KV, capacity), capacity),
     }
+    common |= {own: common[axis] for model in (TARGET, DRAFT) for axis, own in own_axes(model).items()}
     round_rows, prompt_rows = _up_to(verify), _up_to(rows)
     phases: dict[str, Ranges]
     if graph == TARGET:
@@ -84,6 +87,8 @@ def plan_profiles(
         }
     elif graph == DRAFT:
         phases = {"round": {CONTEXT_ROWS: round_rows}, "prefill": {CONTEXT_ROWS: prompt_rows}}
+    elif graph == ROUND:
+        phases = {"round": {ROWS: round_rows}}
     else:  # conv and selector by themselves: whole blocks
         phases = {"block": {ROWS: _up_to(manifest.draft.block_size)}}
     axes = named_axes(manifest.graphs[graph].io.inputs)

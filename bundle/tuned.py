@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from .limits import EXACT_ROWS
 
 ALONE = "target.cpu"
-"""The target, for one request at a time."""
-
 TOGETHER = "target.cpu-batch"
-"""The target, for several requests in a pass."""
-
-NAMES = (ALONE, TOGETHER)
+DRAFT_ALONE = "draft.cpu"
+PURPOSES = {
+    ALONE: "the target on the CPU, for one request at a time",
+    TOGETHER: "the target on the CPU, for several requests in a pass",
+    DRAFT_ALONE: "the draft on the CPU",
+}
+NAMES = tuple(PURPOSES)
 
 MERGE_HEADS = "merge-heads"
 """Queries, keys and values are put into heads as one tensor, not as three."""
@@ -24,10 +26,25 @@ MERGE_HEADS = "merge-heads"
 WHOLE_CACHE = "whole-cache"
 """Every slot of the caches is looked at, so they have to be as short as `slots`; no part is copied out."""
 
+OPEN_CONV = "open-conv"
+"""The draft's convolutions are as few standard operators as they need, not the op's general body."""
+
+OPEN_ATTENTION = "open-attention"
+"""Attention is products and a softmax; in a pass of few rows, keys are read once for all their heads."""
+
 GROUP_HEADS = "group-heads"
 """The queries that share keys are the rows of one product. Then a lone row of a request is not alone."""
 
-PASSES = (MERGE_HEADS, WHOLE_CACHE, GROUP_HEADS)
+PASSES = (OPEN_CONV, MERGE_HEADS, WHOLE_CACHE, OPEN_ATTENTION, GROUP_HEADS)
+
+
+def portable(name: str) -> str:
+    """Name of the graph that a tuned one was made from.
+
+    Args:
+        name: one of `NAMES`.
+    """
+    return name.partition(".")[0]
 
 
 def least_rows(passes: Sequence[str], lanes: int, exact: bool = True) -> int:

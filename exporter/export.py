@@ -21,18 +21,22 @@ from ..bundle.manifest import (
     GraphInfo,
     Manifest,
     Provenance,
+    check_manifest,
     file_info,
     manifest_to_file,
 )
+from ..bundle.round_graph import ROUND
 from ..bundle.tensors import DType
 from . import passes
 from .families import pair_from_sources
 from .modules.ops import IR_VERSION, OPSET
 from .plan import DRAFT_PREFIX, TARGET_PREFIX, GraphPlan, Pair, Side
 from .progress import NullProgress, Progress
+from .save_graph import graph_to_file
 from .tokenizer import tokenizer_to_bundle
 from .trace import graph_from_module
 from .tune.bundle import tuned_graphs
+from .tune.fuse_round import round_to_bundle
 from .weights import WEIGHT_FILE, Placed, WeightPlan, WeightWriter
 
 _LOG = logging.getLogger(__name__)
@@ -46,6 +50,7 @@ def export_bundle(
     dtype: DType = DType.FLOAT32,
     max_length: int | None = None,
     progress: Progress | None = None,
+    round_graph: bool = False,
 ) -> Manifest:
     """Export a target and its draft to a bundle at `output`.
 
@@ -56,6 +61,7 @@ def export_bundle(
         dtype: element type of weights and caches.
         max_length: longest sequence in tokens; default: what the target's config says.
         progress: is told about stages and bytes.
+        round_graph: whether to write the graph of a whole round, too; see `bundle.round_graph`.
 
     Raises:
         CheckpointError, UnsupportedError, PairError: nothing was written.
@@ -81,8 +87,11 @@ def export_bundle(
                 graphs[plan.name] = graph_to_bundle(plan, pair, work, writer, progress)
             with progress.stage("write weights", writer.bytes):
                 writer.finish(progress.advance)
+        if round_graph:
+            with progress.stage("fuse round"):
+                graphs[ROUND] = round_to_bundle(work, graphs, bundle.target, bundle.draft)
         with progress.stage("tune graphs"):
-            tuned = tuned_graphs(work, graphs[t.TARGET], bundle.target.cache)
+            tuned = tuned_graphs(work, graphs[t.TARGET], bundle.target.cache, graphs[t.DRAFT])
         with progress.stage("write tokenizer"):
             tokenizer = tokenizer_to_bundle(pair.target.checkpoint, work)
         with progress.stage("hash files"):
@@ -107,7 +116,7 @@ def export_bundle(
             files=files,
             tuned=tuned,
         )
-        manifest.check()
+        check_manifest(manifest)
         manifest_to_file(manifest, work)
     return manifest
 
@@ -136,8 +145,7 @@ def graph_to_bundle(
         CheckpointError: a weight that was added before is damaged, or does not fit the dtype.
     """
     model, named = graph_with_weights(plan, pair, writer, progress)
-    file = f"{plan.name}.onnx"
-    ir.save(model, directory / file)
+    file = graph_to_file(model, directory, plan.name)
     return GraphInfo(
         file=file,
         opset=OPSET,

@@ -8,7 +8,7 @@ from ..bundle.errors import ProviderError, RequestError, field_error
 from ..bundle.limits import ShapeLimits
 from ..bundle.manifest import Manifest
 from ..bundle.tensors import DRAFT, TARGET
-from ..bundle.tuned import ALONE, TOGETHER
+from ..bundle.tuned import ALONE, DRAFT_ALONE, TOGETHER
 from .engine import GraphRunner
 
 ONNXRUNTIME = "onnxruntime"
@@ -59,10 +59,11 @@ def runners_from_bundle(
                 f"provider {provider}: int8 and int4 bundles are for the CPU; use the float32 or float16 one"
             )
 
-        tuned = manifest.tuned.get(TOGETHER if together else ALONE) if provider == "cpu" else None
+        tuned = manifest.tuned if provider == "cpu" else {}
+        names = {TARGET: TOGETHER if together else ALONE, DRAFT: DRAFT_ALONE}
 
         def load(graph: str) -> GraphRunner:
-            info = tuned if graph == TARGET and tuned is not None else manifest.graphs[graph]
+            info = tuned.get(names[graph], manifest.graphs[graph])
             return runner_from_onnx(directory, info, provider, threads)
 
     else:

@@ -7,7 +7,8 @@ from time import perf_counter
 from ..bundle.limits import EXACT_ROWS
 from ..bundle.manifest import DraftInfo
 from ..bundle.tensors import LOGIT_SUMS, PROPOSALS
-from .pair import Lane, Pair
+from .lane import Lane
+from .pair import Pair
 from .passes import DraftPass, TargetPass
 from .policy import AdaptiveRows
 from .stats import Phase

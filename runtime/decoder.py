@@ -24,10 +24,12 @@ from .calibrate import calibrate
 from .checks import check_flag, check_integer
 from .choose import TokenLogprob
 from .engine import GraphRunner
+from .lane import Lane
 from .loop import Job, Step, request_loop, run_alone
-from .pair import Lane, Pair, prefill_rows
+from .options import check_options
+from .pair import Pair, prefill_rows
 from .policy import AdaptiveRows, FixedRows, RowPolicy, few_counts
-from .request import MAX_NEW_TOKENS, Prompt, Request, RequestOptions, job_from_request
+from .request import MAX_NEW_TOKENS, Prompt, Request, RequestOptions, job_from_request, request_from_call
 from .stats import GenerationStats
 from .text import TextCodec
 
@@ -282,6 +284,7 @@ class Decoder:
 
     def with_settings(self, **changes: Any) -> Decoder:
         """A decoder over the same engines with some `Settings` changed. Closing either closes both."""
+        check_options(Decoder.with_settings, changes, Settings.__dataclass_fields__)
         settings = replace(self.settings, **changes)
         return Decoder(self.manifest, self._target, self._draft, self.codec, settings)
 
@@ -308,9 +311,12 @@ class Decoder:
 
         Raises:
             RequestError: the prompt is empty, too long or no token sequence, or an option is out of range.
+            TypeError: an option has no such name.
             EngineError: there is no memory for the caches, or the decoder is closed.
         """
-        request = Request(prompt, max_new_tokens, **options)
+        return self._start(request_from_call(Decoder.stream, prompt, max_new_tokens, options))
+
+    def _start(self, request: Request) -> Stream:
         job = job_from_request(request, self.manifest, self.codec, self.settings.max_length)
         pair = self._pair(len(job.prompt) + job.new_tokens, job.speculative)
         lane = pair.lanes[0]
@@ -343,7 +349,7 @@ class Decoder:
         self, prompt: Prompt, max_new_tokens: int = MAX_NEW_TOKENS, **options: Unpack[RequestOptions]
     ) -> Generation:
         """Generate to the end; see `stream`."""
-        stream = self.stream(prompt, max_new_tokens, **options)
+        stream = self._start(request_from_call(Decoder.generate, prompt, max_new_tokens, options))
         for _ in stream:
             pass
         return stream.result

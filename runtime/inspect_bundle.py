@@ -9,6 +9,7 @@ from typing import Any
 
 from ..bundle.manifest import Manifest, Verify, manifest_from_bundle
 from ..bundle.tensors import DType
+from ..bundle.tuned import PURPOSES
 from .text import TextCodec
 
 # Distribution of each engine backend, whose version an engine is tied to.
@@ -65,6 +66,10 @@ def describe_bundle(directory: Path, verify: Verify = Verify.HASHES) -> dict[str
         "graphs": {
             name: {"file": graph.file, "opset": graph.opset, "ir_version": graph.ir_version}
             for name, graph in manifest.graphs.items()
+        },
+        "tuned": {
+            name: {"file": graph.file, "passes": list(graph.passes), "for": PURPOSES[name]}
+            for name, graph in manifest.tuned.items()
         },
         "engines": {
             name: {
@@ -124,6 +129,10 @@ def description_lines(found: dict[str, Any]) -> list[str]:
         ("stops at", stops or "no id"),
         ("chat template", "yes" if found["chat_template"] else "none"),
         ("graphs", ", ".join(f"{name} (opset {graph['opset']})" for name, graph in found["graphs"].items())),
+        *(
+            ("tuned graph", f"{name}, {graph['for']} ({', '.join(graph['passes'])})")
+            for name, graph in found["tuned"].items()
+        ),
         *((f"engine {name}", _engine(engine)) for name, engine in found["engines"].items()),
         ("files", f"{len(found['files'])}, {found['total_bytes'] / 1e6:.1f} MB"),
         *((f"{side} from", _origin(source)) for side, source in found["provenance"].items()),

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .pair import Saved
+from .lane import Saved
 
 
 @dataclass(frozen=True)

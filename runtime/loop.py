@@ -21,7 +21,8 @@ from ..bundle.manifest import DraftInfo
 from .accept import FinishReason
 from .choice import Choice
 from .choose import Accepted, ProposalError, TokenLogprob
-from .pair import Lane, Pair
+from .lane import Lane
+from .pair import Pair
 from .passes import Drafted, DraftFailure, DraftPass, TargetPass, TargetRows
 from .policy import RowPolicy
 from .stats import Phase, Recorder

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..bundle.errors import BundleError, EngineError, ProviderError, field_error
 from ..bundle.files import safe_path
+from ..bundle.labels import check_labels
 from ..bundle.limits import ShapeLimits
 from ..bundle.manifest import GraphInfo
 from ..bundle.tensors import BATCH, CAPACITY, DType, TensorInfo, present
@@ -138,7 +139,7 @@ def runner_from_onnx(
 
     Raises:
         ProviderError: the provider is not there, does not start, or lacks an operator.
-        BundleError: the graph cannot be read.
+        BundleError: the graph cannot be read, or is not the one that `info` describes.
         RequestError: `threads` is not a positive number.
     """
     ort = onnxruntime()
@@ -155,6 +156,7 @@ def runner_from_onnx(
         )
     except Exception as cause:  # onnxruntime's exceptions have no common base
         raise _load_error(info.file, provider, wanted, cause) from cause
+    check_labels(info, session.get_modelmeta().custom_metadata_map)
     session.disable_fallback()
     if session.get_providers()[0] != wanted.providers[0]:
         raise _missing(provider, "onnxruntime could not start it and would compute on the CPU")

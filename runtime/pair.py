@@ -11,7 +11,6 @@ size, P proposals.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import cast
 
@@ -37,77 +36,9 @@ from ..bundle.tensors import (
 )
 from ..bundle.tuned import least_rows
 from .engine import DeviceTensor, GraphRunner, HostArray, KVCache, SavedLane
-from .kv import CacheLength
+from .lane import Features, Lane, Saved
 from .passes import Drafted, DraftFailure, DraftPass, TargetPass, TargetRows
-from .stats import Phase, Recorder
-
-
-@dataclass
-class _Features:
-    """Features of a lane's rows from position `start` on, still to be taken into the draft's context.
-
-    Attributes:
-        tensor: [N, R, F] where the target computed it, or [rows, F] in host memory.
-        lanes: the lanes of that pass; None in host memory.
-    """
-
-    start: int
-    tensor: DeviceTensor | HostArray
-    lanes: range | None
-
-
-class Lane:
-    """A request's place in the caches.
-
-    Attributes:
-        index: which lane.
-        recorder: told the times of the passes that this lane takes part in.
-        target: committed length of the target's cache.
-        draft: committed context length of the draft: positions whose features it has taken in.
-        draft_lost: why nothing can be built on that context any more; None if it is sound.
-        seen: features of the last pass of the target, if this lane was computed in it. Then what stands for
-            it there is its own, also where it took no part.
-    """
-
-    def __init__(self, index: int, capacity: int):
-        self.index = index
-        self.recorder: Recorder | None = None
-        self.target = CacheLength(capacity)
-        self.draft = CacheLength(capacity)
-        self.features: list[_Features] = []
-        self.draft_lost: str | None = None
-        self.seen: DeviceTensor | None = None
-
-    def reset(self) -> None:
-        """Forget everything; the memory is the `Pair`'s to clean."""
-        self.recorder = None
-        self.target = CacheLength(self.target.capacity)
-        self.draft = CacheLength(self.draft.capacity)
-        self.features = []
-        self.draft_lost = None
-        self.seen = None
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A lane's content, outside of it.
-
-    Attributes:
-        target: committed slots of the target's cache.
-        draft: committed slots of the draft's.
-        target_length: how many these are.
-        draft_length: how many these are.
-    """
-
-    target: SavedLane = field(repr=False)
-    draft: SavedLane = field(repr=False)
-    target_length: int
-    draft_length: int
-
-    @property
-    def bytes(self) -> int:
-        """Host memory it takes."""
-        return sum(part.nbytes for part in (*self.target, *self.draft))
+from .stats import Phase
 
 
 class Pair:
@@ -202,7 +133,7 @@ class Pair:
             if lane.recorder is not None:
                 lane.recorder.ms[asked.phase] += took_ms
             if asked.features:
-                lane.features.append(_Features(lane.target.committed, outputs[FEATURES], lanes))
+                lane.features.append(Features(lane.target.committed, outputs[FEATURES], lanes))
             lane.target.write(len(asked.ids))
             given.append(
                 TargetRows(
@@ -400,7 +331,7 @@ class Pair:
         within = [self.lanes[index] for index in self._range(work)]
         return all(lane.draft.committed + rows <= lane.draft.capacity for lane in within)
 
-    def _in_place(self, work: Sequence[tuple[Lane, DraftPass]]) -> _Features | None:
+    def _in_place(self, work: Sequence[tuple[Lane, DraftPass]]) -> Features | None:
         """Features where the target's last pass left them, if they are all that is to be taken in, and fit.
 
         A lane that takes no part gets what stands there too. It must be its own: what a request leaves behind

@@ -23,11 +23,13 @@ class PassCost:
 
     table: dict[tuple[int, int], float] = field(default_factory=dict)
     pace: float = 1.0
+    _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)  # asked for every round
 
     def measure(self, requests: int, rows: int, took_ms: float) -> None:
         """Put a pass into the table; of the same size the fastest counts."""
         size = requests, rows
         self.table[size] = min(took_ms, self.table.get(size, took_ms))
+        self._known.clear()
 
     def observe(self, requests: int, rows: int, took_ms: float) -> None:
         """Learn from a pass how fast they go now. The first of all becomes the table."""
@@ -45,14 +47,12 @@ class PassCost:
     def _tabled(self, requests: int, rows: int) -> float | None:
         if not self.table:
             return None
-        counts = sorted({count for count, _ in self.table})
-        return _line(
-            [
-                (count, _line([(r, ms) for (c, r), ms in sorted(self.table.items()) if c == count], rows))
-                for count in counts
-            ],
-            requests,
-        )
+        size = requests, rows
+        if size not in self._known:
+            counts = sorted({count for count, _ in self.table})
+            curves = {c: [(r, ms) for (n, r), ms in sorted(self.table.items()) if n == c] for c in counts}
+            self._known[size] = _line([(c, _line(curve, rows)) for c, curve in curves.items()], requests)
+        return self._known[size]
 
 
 def _line(points: Sequence[tuple[int, float]], x: int) -> float:

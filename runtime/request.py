@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -13,6 +13,7 @@ from .checks import check_flag, check_integer
 from .choice import Choice, GreedyChoice, SampledChoice
 from .choose import Chooser
 from .loop import Job
+from .options import check_options
 from .sampling import Sampling
 from .stats import Mode, Recorder
 from .stops import TextWatch
@@ -63,6 +64,23 @@ class Request:
     stop_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] = ()
     sampling: Sampling = GREEDY
+
+
+def request_from_call(
+    function: Callable[..., Any], prompt: Prompt, max_new_tokens: int, options: RequestOptions
+) -> Request:
+    """A request from the arguments of a function that a user called.
+
+    Raises:
+        TypeError: an option has no such name; it says so in the function's name.
+    """
+    check_options(function, options, RequestOptions.__annotations__, _sampling_setting)
+    return Request(prompt, max_new_tokens, **options)
+
+
+def _sampling_setting(name: str) -> str:
+    known = name in Sampling.__dataclass_fields__
+    return f"give sampling=Sampling({name}=...)" if known else ""
 
 
 def job_from_request(request: Request, manifest: Manifest, codec: TextCodec | None, max_length: int) -> Job:

@@ -16,8 +16,9 @@ from typing import Protocol
 from ..bundle.errors import DflashError, EngineError
 from ..bundle.manifest import DraftInfo
 from .accept import FinishReason
+from .lane import Lane, Saved
 from .loop import Ask, Job, Loop, Reply, Step, request_loop
-from .pair import Lane, Pair, Saved
+from .pair import Pair
 from .passes import DraftPass, TargetPass
 from .policy import RowPolicy
 from .stats import GenerationStats, Phase

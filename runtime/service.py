@@ -20,8 +20,9 @@ from .accept import FinishReason
 from .checks import check_number
 from .decoder import Decoder, Generation
 from .kept import Kept, KeptStore
-from .pair import Saved
-from .request import MAX_NEW_TOKENS, Prompt, Request, RequestOptions, job_from_request
+from .lane import Saved
+from .options import check_options
+from .request import MAX_NEW_TOKENS, Prompt, Request, RequestOptions, job_from_request, request_from_call
 from .request_queue import RequestQueue
 from .service_settings import ServiceSettings as ServiceSettings  # callers look for it here
 from .service_settings import scheduler_from_settings
@@ -32,6 +33,7 @@ from .ticket import Entry, Ticket
 
 logger = logging.getLogger(__name__)
 
+_OPEN_OPTIONS = ("provider", "threads", "exact", "max_length", "verify", "backend")
 _CLOSED = "service: is closed; open the bundle again"
 
 
@@ -89,7 +91,7 @@ class Service:
         Args:
             bundle: the directory.
             settings: None takes the defaults.
-            options: of `Decoder.open`: provider, threads, exact, verify, backend.
+            options: of `Decoder.open`: provider, threads, exact, max_length, verify, backend.
 
         Raises:
             BundleError, ProviderError, RequestError, EngineError: see `Decoder.open` and the constructor.
@@ -97,6 +99,7 @@ class Service:
         settings = _checked(settings)
         if "verify_rows" in options:
             raise RequestError("verify_rows: a service has its own; set ServiceSettings.verify_rows")
+        check_options(Service.open, options, _OPEN_OPTIONS)
         decoder = Decoder.open(bundle, together=settings.max_requests > 1, **options)
         try:
             return cls(decoder, settings, own=True)
@@ -120,7 +123,9 @@ class Service:
         Args:
             prompt: see `Request.prompt`.
             max_new_tokens: see `Request`.
-            deadline_s: seconds from now after which it ends where it is, with `FinishReason.DEADLINE`.
+            deadline_s: seconds from now after which it ends where it is, with `FinishReason.DEADLINE`. The
+                clock is read before each round, and a round that has begun is finished: what it gave is
+                part of the answer, and a request that was late before its first one has no tokens.
             wait_s: seconds to wait for room in the queue, in the order in which callers came; no longer than
                 `deadline_s`.
             options: the other fields of `Request`.
@@ -128,9 +133,14 @@ class Service:
         Raises:
             RequestError: it cannot be served, or the service is closed.
             BusyError: there is no room in the queue.
+            TypeError: an option has no such name.
             EngineError: the service has stopped, because its engines cannot be used any more.
         """
-        entry = self._entry(Request(prompt, max_new_tokens, **options), None, deadline_s, wait_s)
+        request = request_from_call(Service.submit, prompt, max_new_tokens, options)
+        return self._submit(request, deadline_s, wait_s)
+
+    def _submit(self, request: Request, deadline_s: float | None, wait_s: float) -> Ticket:
+        entry = self._entry(request, None, deadline_s, wait_s)
         self._queue.join(entry, wait_s)
         return Ticket(entry, self._cancel)
 
@@ -144,16 +154,22 @@ class Service:
         **options: Unpack[RequestOptions],
     ) -> Ticket:
         """`submit`, without blocking the event loop while the prompt is tokenised or the queue is full."""
-        request = Request(prompt, max_new_tokens, **options)
+        request = request_from_call(Service.submit_async, prompt, max_new_tokens, options)
         entry = await asyncio.to_thread(self._entry, request, None, deadline_s, wait_s)
         await self._queue.join_async(entry, wait_s)
         return Ticket(entry, self._cancel)
 
     def generate(
-        self, prompt: Prompt, max_new_tokens: int = MAX_NEW_TOKENS, **options: Unpack[RequestOptions]
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        *,
+        deadline_s: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Generation:
         """Submit and wait for the whole answer; waits as long as it takes for room in the queue."""
-        return self.submit(prompt, max_new_tokens, wait_s=math.inf, **options).result()
+        request = request_from_call(Service.generate, prompt, max_new_tokens, options)
+        return self._submit(request, deadline_s, math.inf).result()
 
     def session(self) -> Session:
         """Begin a conversation whose requests reuse what they have in common with the one before."""
@@ -171,9 +187,10 @@ class Service:
             check_number("deadline_s", deadline_s, "> 0", lambda x: x > 0.0)
         if wait_s != math.inf:
             check_number("wait_s", wait_s, ">= 0", lambda x: x >= 0.0)
+        expires = None if deadline_s is None else monotonic() + deadline_s  # reading the prompt counts
         decoder = self.decoder
         job = job_from_request(request, decoder.manifest, decoder.codec, self.max_length)
-        return Entry(job, session, deadline_s, self._ended)
+        return Entry(job, session, expires, self._ended)
 
     def _cancel(self, entry: Entry) -> None:
         entry.cancelled = True  # if it runs, the thread sees the mark before the next round
@@ -245,6 +262,9 @@ class Service:
 
     def _admit(self) -> None:
         while self._scheduler.free_lanes and (entry := self._queue.take()) is not None:
+            if (finish := entry.over(monotonic())) is not None:  # since the turn began
+                self._never_ran(entry, finish)
+                continue
             job, kept = entry.job, None
             job.recorder.queue_ms = (perf_counter() - entry.submitted) * 1000.0
             if entry.session is not None:

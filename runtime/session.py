@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ..bundle.errors import RequestError
-from .request import MAX_NEW_TOKENS, Prompt, Request, RequestOptions
+from .request import MAX_NEW_TOKENS, Prompt, Request, RequestOptions, request_from_call
 from .text import Message
 from .ticket import Entry, Ticket
 
@@ -49,7 +49,8 @@ class Session:
         Raises:
             RequestError: the request before it has not ended, or the session is closed.
         """
-        return self._submit(Request(prompt, max_new_tokens, **options), deadline_s, wait_s)
+        request = request_from_call(Session.submit, prompt, max_new_tokens, options)
+        return self._submit(request, deadline_s, wait_s)
 
     def send(
         self,
@@ -67,7 +68,8 @@ class Session:
         self._check_idle()
         asked: Message = {"role": "user", "content": text}
         messages = [*self.settled(), asked]
-        ticket = self._submit(Request(messages, max_new_tokens, **options), deadline_s, wait_s)
+        request = request_from_call(Session.send, messages, max_new_tokens, options)
+        ticket = self._submit(request, deadline_s, wait_s)
         self.messages, self._asked, self._answer = messages, asked, self._last
         return ticket
 

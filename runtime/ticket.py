@@ -7,14 +7,14 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any
 
 from ..bundle.errors import DflashError, RequestError
 from .accept import FinishReason
 from .decoder import Answer, Chunk, Generation
+from .lane import Saved
 from .loop import Job, Step
-from .pair import Saved
 from .scheduler import Running
 from .stats import GenerationStats
 
@@ -34,12 +34,12 @@ class Entry:
         self,
         job: Job,
         session: int | None,
-        deadline_s: float | None,
+        expires: float | None,
         on_end: Callable[[Entry, GenerationStats, Saved | None], None],
     ):
         self.job = job
         self.session = session
-        self.expires = None if deadline_s is None else monotonic() + deadline_s
+        self.expires = expires
         self.submitted = perf_counter()
         self.running: Running | None = None
         self.cancelled = False  # a mark for the service's thread, which ends it before the next round

@@ -15,6 +15,7 @@ import onnx
 from dflash_deploy.bundle import tensors as t
 from dflash_deploy.bundle.manifest import MANIFEST, Manifest, file_info, manifest_to_file
 from dflash_deploy.bundle.records import record_from_dict
+from dflash_deploy.bundle.tuned import portable
 
 
 def copied(bundle: Path, to: Path) -> Path:
@@ -83,6 +84,7 @@ def relabelled(bundle: Path, dtype: t.DType) -> Path:
         for name, graph in manifest.graphs.items()
     }
     tuned = {
-        name: dataclasses.replace(graph, io=interfaces[t.TARGET]) for name, graph in manifest.tuned.items()
+        name: dataclasses.replace(graph, io=interfaces[portable(name)])
+        for name, graph in manifest.tuned.items()
     }
     return sealed(bundle, dtype=dtype, target=target, draft=draft, graphs=graphs, tuned=tuned)

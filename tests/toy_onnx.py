@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from dflash_deploy.bundle.labels import labels
 from dflash_deploy.bundle.manifest import (
     SCHEMA_VERSION,
     DraftInfo,
@@ -143,6 +144,7 @@ def write_bundle(directory: Path, dtype: DType = DType.FLOAT32, max_length: int 
         embed = next(i for i in model.graph.initializer if i.name == "embed")
         (directory / WEIGHTS).write_bytes(embed.raw_data)
         embed.ClearField("raw_data")
+        helper.set_model_props(model, labels(name))
         (directory / f"{name}.onnx").write_bytes(model.SerializeToString())
     graphs = {
         name: GraphInfo(f"{name}.onnx", 24, 11, ios[name], weights=(WEIGHTS,)) for name in (TARGET, DRAFT)

@@ -14,8 +14,9 @@ from dflash_deploy.bundle.limits import ShapeLimits
 from dflash_deploy.bundle.manifest import TokenizerInfo
 from dflash_deploy.runtime.accept import FinishReason
 from dflash_deploy.runtime.decoder import Generation
+from dflash_deploy.runtime.lane import Saved
 from dflash_deploy.runtime.loop import Step
-from dflash_deploy.runtime.pair import Pair, Saved
+from dflash_deploy.runtime.pair import Pair
 from dflash_deploy.runtime.policy import FixedRows, RowPolicy
 from dflash_deploy.runtime.request import Request, job_from_request
 from dflash_deploy.runtime.scheduler import Running, Scheduler

@@ -83,7 +83,7 @@ PARTS = {
         "would launch runs in the interpreter",
     ),
     "engines-tensorrt-rtx": Part(
-        "TensorRT-RTX engines of target and draft",
+        "TensorRT-RTX engines of target, draft and whole round",
         (
             "tests/exporter/engines/test_build.py",
             "tests/exporter/engines/test_kernels.py",

@@ -96,13 +96,18 @@ def choose_peers(names: Sequence[str], target: Path | None, cache: Path | None) 
             raise ProviderError(f"peer {name}: {', '.join(missing)} not installed; {PEERS[name].install}")
     if not names:
         return []
-    if target is None or not target.exists():
+    if target is None:
+        raise RequestError(
+            f"peer {names[0]}: --target is missing; other programs cannot read a bundle, so give them the "
+            f"target's checkpoint, {Takes.ANY.value}, with --target PATH"
+        )
+    if not target.exists():
         raise field_error(
             RequestError,
             "target",
-            None if target is None else str(target),
-            "the target's checkpoint, which other programs read",
-            "give --target PATH",
+            str(target),
+            f"a path that exists: the target's checkpoint, {Takes.ANY.value}, which other programs read",
+            "give another --target",
         )
     if ALL_INSTALLED in names:
         fits = [n for n in PEERS if not missing_packages(n) and not _misfit(n, target)]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
+from dflash_deploy.bundle.errors import RequestError
 from dflash_deploy.runtime.accept import FinishReason
 from dflash_deploy.runtime.choose import TokenLogprob
 from dflash_deploy.runtime.decoder import Generation
@@ -39,6 +40,10 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status == 429 else None
         return JSONResponse(self.body, self.status, headers)
+
+
+def unavailable() -> ApiError:
+    return ApiError(503, "the server is going down", "server_error", "unavailable")
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -132,6 +137,22 @@ class ChatRequest(Strict):
 
     def stop_strings(self) -> Sequence[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def refused(self, error: RequestError) -> ApiError:
+        """What the runtime says of a request, about the parameters that the client sent."""
+        place, _, rest = str(error).partition(":")
+        ours, bracket, index = place.partition("[")
+        if ours == "service":  # is closed
+            return unavailable()
+        length = "max_completion_tokens" if self.max_tokens is None else "max_tokens"
+        theirs = {
+            "prompt": "messages",
+            "chat template": "messages",
+            "max_new_tokens": length,
+            "logprobs": "top_logprobs",
+        }
+        name = theirs.get(ours, ours)
+        return refused(f"{name}{bracket}{index}:{rest}", name)
 
 
 # ---------------------------------------------------------------- what is answered
@@ -234,7 +255,7 @@ def finish_reason(result: Generation) -> str:
     if result.finish_reason is FinishReason.DEADLINE:
         raise ApiError(504, "the answer took longer than this server allows", "server_error", "timeout")
     if result.finish_reason is FinishReason.CANCELLED:
-        raise ApiError(503, "the server is going down", "server_error", "unavailable")
+        raise unavailable()
     return FINISH_REASONS[result.finish_reason]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -96,13 +97,18 @@ def create_app(service: Service, model: str, deadline_s: float | None = None) ->
         check_model(asked.model)
         if asked.stream_options is not None and not asked.stream:
             raise refused("stream_options: only a stream has them", "stream_options")
-        ticket = await service.submit_async(
-            [message.message() for message in asked.messages],
-            asked.length(service.max_length),
-            sampling=asked.sampling(),
-            stop=asked.stop_strings(),
-            deadline_s=deadline_s,
-        )
+        try:
+            ticket = await service.submit_async(
+                [message.message() for message in asked.messages],
+                asked.length(service.max_length),
+                sampling=asked.sampling(),
+                stop=asked.stop_strings(),
+                deadline_s=deadline_s,
+            )
+        except BusyError:
+            raise
+        except RequestError as error:
+            raise asked.refused(error) from error
         answer = Answer(model, codec, asked)
         if asked.stream:
             return Events(answer, ticket)
@@ -130,10 +136,6 @@ def create_app(service: Service, model: str, deadline_s: float | None = None) ->
     @app.exception_handler(BusyError)
     async def busy(_: Request, error: BusyError) -> Response:
         return ApiError(429, str(error), "rate_limit_error", "rate_limit_exceeded").response()
-
-    @app.exception_handler(RequestError)
-    async def request_error(_: Request, error: RequestError) -> Response:
-        return refused(str(error), str(error).partition(":")[0]).response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
@@ -192,4 +194,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DflashError as error:  # says what to do; a bug keeps its traceback
+        sys.exit(f"{Path(__file__).name}: {error}")

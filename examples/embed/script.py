@@ -4,7 +4,10 @@ python script.py BUNDLE "Why is the sky blue?"
 """
 
 import argparse
+import sys
+from pathlib import Path
 
+from dflash_deploy.bundle.errors import DflashError
 from dflash_deploy.runtime.decoder import Decoder
 
 
@@ -28,4 +31,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DflashError as error:  # says what to do; a bug keeps its traceback
+        sys.exit(f"{Path(__file__).name}: {error}")

@@ -17,9 +17,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from time import monotonic
+from typing import Any
 
+from dflash_deploy.bundle.errors import DflashError
 from dflash_deploy.runtime.accept import FinishReason
 from dflash_deploy.runtime.service import Service, ServiceSettings
 from dflash_deploy.runtime.ticket import Ticket
@@ -43,6 +46,36 @@ class Outcome:
     status: str
     text: str = ""
     error: str | None = None
+
+
+class BadJobError(ValueError):
+    """A line that is no job; `id` is what it says it is, as far as that can be read."""
+
+    def __init__(self, line: str, reason: str, job_id: Any = "") -> None:
+        super().__init__(f"no job: {line.strip()!r} ({reason})")
+        self.id = job_id
+
+
+def job_from_line(line: str) -> Job:
+    """Read a job.
+
+    Raises:
+        BadJobError: it is none.
+    """
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadJobError(line, f"no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise BadJobError(line, f"got {type(data).__name__}, expected an object")
+    known = [field.name for field in fields(Job)]
+    missing = [name for name in ("id", "prompt") if name not in data]
+    unknown = [name for name in data if name not in known]
+    if missing or unknown:
+        reasons = [f"{name} is missing" for name in missing]
+        reasons += [f"{name!r} is none of {', '.join(known)}" for name in unknown]
+        raise BadJobError(line, "; ".join(reasons), data.get("id", ""))
+    return Job(**data)
 
 
 class Workers:
@@ -134,9 +167,9 @@ def main() -> None:
         try:
             for line in sys.stdin:
                 try:
-                    workers.put(Job(**json.loads(line)))
-                except (TypeError, ValueError) as error:
-                    report(Outcome("", "failed", error=f"no job: {line.strip()!r} ({error})"))
+                    workers.put(job_from_line(line))
+                except BadJobError as error:
+                    report(Outcome(error.id, "failed", error=str(error)))
             workers.finish()
         except BaseException:
             workers.stop(arguments.grace_s)
@@ -144,4 +177,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DflashError as error:  # says what to do; a bug keeps its traceback
+        sys.exit(f"{Path(__file__).name}: {error}")

@@ -23,6 +23,7 @@ from ...bundle.manifest import (
     Manifest,
     Verify,
     check_files,
+    check_manifest,
     file_info,
     manifest_alone,
     manifest_to_file,
@@ -175,7 +176,7 @@ def _install(bundle: Path, manifest: Manifest, built: Mapping[str, tuple[EngineI
             files[file] = content
             moves[path] = bundle / file
         changed = replace(manifest, engines=engines, files=_kept(files, engines, manifest))
-        changed.check()
+        check_manifest(changed)
         if manifest_alone(bundle) != manifest:
             raise OutputError(f"{MANIFEST}: was changed while the engines were built; build them again")
         directory = bundle / DIRECTORY

@@ -12,6 +12,7 @@ from ...bundle.files import safe_path
 from ...bundle.limits import ShapeLimits
 from ...bundle.manifest import Manifest
 from ...bundle.profiles import Profiles, fixed_axes, input_shapes, plan_profiles
+from ...bundle.round_graph import ROUND, own_axes
 from ...bundle.tensors import CAPACITY, DRAFT, TARGET, TensorInfo
 from .backends import Backend, backend_from_name, check_generations
 from .graph import BuildGraph, graph_from_bundle
@@ -165,9 +166,11 @@ def _estimate(
         return elements
 
     # Caches are updated in place: the outputs that update them take no memory of their own.
-    tensors = sum(size(t) for t in io.inputs) + sum(size(t) for t in io.outputs if CAPACITY not in t.axes)
-    hidden = manifest.target.hidden_size if graph == TARGET else manifest.draft.hidden_size
-    row = _DEVICE_HIDDEN_BYTES * hidden + (_DEVICE_MASK_BYTES * limits.capacity if graph == TARGET else 0)
+    capacities = {CAPACITY, *(own_axes(model)[CAPACITY] for model in (TARGET, DRAFT))}
+    tensors = sum(map(size, io.inputs)) + sum(size(t) for t in io.outputs if capacities.isdisjoint(t.axes))
+    has_target = graph in (TARGET, ROUND)
+    hidden = manifest.target.hidden_size if has_target else manifest.draft.hidden_size
+    row = _DEVICE_HIDDEN_BYTES * hidden + (_DEVICE_MASK_BYTES * limits.capacity if has_target else 0)
     working = _DEVICE_BYTES + limits.batch * limits.rows * row
     return Estimate(
         engine_bytes=stored + code,

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ...bundle import tensors as t
 from ...bundle.errors import BundleError, EngineError, ProviderError
 from ...bundle.files import safe_path
+from ...bundle.labels import check_labels
 from ...bundle.manifest import GraphInfo, Manifest
 from ...bundle.tuned import WHOLE_CACHE
 
@@ -64,7 +65,7 @@ class BundleGraph:
             wanted: outputs and stages that are ever asked for; default: all.
 
         Raises:
-            BundleError: it cannot be loaded, or lacks a stage that the manifest promises.
+            BundleError: it cannot be loaded, is not the graph that the manifest says, or lacks a stage.
         """
         import onnxruntime as ort
 
@@ -104,6 +105,7 @@ class BundleGraph:
 def _with_stages(path: Path, info: GraphInfo) -> bytes:
     """The graph with its stages as outputs; weights stay outside."""
     model = ir.load(path)
+    check_labels(info, model.metadata_props)
     if info.stages:
         values = {
             value.name: value for node in model.graph for value in node.outputs if value.name in info.stages
@@ -141,6 +143,11 @@ class _Cached:
     def reset(self, capacity: int, batch: int = 1) -> None:
         """Forget everything; caches with `capacity` slots."""
         self._past = empty_caches(self._cache, batch, capacity)
+
+    @property
+    def past(self) -> Mapping[str, Array]:
+        """The caches, by past_* name."""
+        return self._past
 
     @property
     def capacity(self) -> int:
@@ -206,9 +213,10 @@ class TargetGraph(_Cached):
 class DraftGraph(_Cached):
     """The draft graph of a bundle."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        """Load it; see `BundleGraph`."""
-        super().__init__(directory, manifest.graphs[t.DRAFT], manifest.draft.cache)
+    def __init__(self, directory: Path, manifest: Manifest, info: GraphInfo | None = None) -> None:
+        """Load it, or a tuned one; see `BundleGraph`."""
+        info = manifest.graphs[t.DRAFT] if info is None else info
+        super().__init__(directory, info, manifest.draft.cache)
         self._info = manifest.draft
 
     def run(

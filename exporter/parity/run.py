@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...bundle.errors import RequestError, UnsupportedError, field_error
 from ...bundle.manifest import DRAFT_VOCABULARY, manifest_from_bundle
-from ...bundle.tensors import DRAFT
+from ...bundle.tensors import DRAFT, TARGET
 from ..progress import NullProgress, Progress
 from ..simple.spec import FAMILY
 from .generation import BundleLoop, GenerationStages
@@ -17,6 +17,7 @@ from .inputs import sample_from_prompt
 from .originals import TargetOriginal, draft_original, reference_precision, versions
 from .prompts import prompt_ids
 from .report import ParityReport
+from .round import RoundStages
 from .sources import sources_from_manifest
 from .stages import DraftStages, TargetStages, compare_settings
 from .tuned import TunedStages
@@ -85,7 +86,8 @@ def parity_report(
             draft_model = draft_original(draft_checkpoint, target_original)
         with progress.stage("load the bundle"):
             target_graph, draft_graph = TargetGraph(directory, manifest), DraftGraph(directory, manifest)
-        tuned = TunedStages(directory, manifest, target_graph)
+        tuned = TunedStages(directory, manifest, target_graph, draft_graph)
+        rounds = RoundStages(directory, manifest, target_graph, draft_graph)
         targets = TargetStages(manifest, target_graph, draft_model.taps)
         drafts = DraftStages(directory, manifest, draft_graph, draft_model)
         loop = BundleLoop(manifest, target_graph, draft_graph, draft_model.shortest_block)
@@ -98,6 +100,7 @@ def parity_report(
                 targets.add(sample)
             with progress.stage(f"{name}: tuned graphs"):
                 tuned.add(sample)
+                rounds.add(sample)
             with progress.stage(f"{name}: draft stages"):
                 drafts.add(sample)
             with progress.stage(f"{name}: whole generations"):
@@ -105,8 +108,10 @@ def parity_report(
     stages = (
         compare_settings(manifest, draft_model),
         *targets.reports(),
-        *tuned.reports(),
+        *tuned.reports(TARGET),
         *drafts.reports(),
+        *tuned.reports(DRAFT),
+        *rounds.reports(),
         *generations.reports(),
     )
     return ParityReport(

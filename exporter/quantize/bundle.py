@@ -14,21 +14,25 @@ import numpy as np
 import onnx_ir as ir
 
 from ...bundle.errors import BundleError, OutputError, RequestError, UnsupportedError, field_error
-from ...bundle.files import atomic_directory, check_replaceable, safe_path
+from ...bundle.files import atomic_directory, check_writable, safe_path
 from ...bundle.manifest import (
     INT8,
     GraphInfo,
     Manifest,
     QuantizationInfo,
     Verify,
+    check_manifest,
     file_info,
     manifest_from_bundle,
     manifest_to_file,
 )
+from ...bundle.round_graph import ROUND
 from ...bundle.tensors import DRAFT, TARGET, DType
 from ..export import export_bundle
 from ..progress import NullProgress, Progress
+from ..save_graph import graph_to_file
 from ..tune.bundle import tuned_graphs
+from ..tune.fuse_round import round_to_bundle
 from ..weights import WEIGHT_FILE
 from .draft_vocabulary import check_size, likeliest, reduced
 from .int4 import BLOCK
@@ -81,7 +85,7 @@ def quantize_bundle(
     """
     progress = progress or NullProgress()
     bundle = Path(bundle)
-    check_replaceable(Path(output))  # before any work
+    check_writable(Path(output))  # before any work
     if Path(output).resolve().is_relative_to(bundle.resolve()):
         raise field_error(OutputError, "output", str(output), "a place outside the bundle that is read")
     if bits not in SCHEMES and not (bits == FLOAT_BITS and draft_vocabulary is not None):
@@ -100,7 +104,8 @@ def quantize_bundle(
         if draft_vocabulary is not None:
             check_size(manifest, draft_vocabulary)
             said = ids if vocabulary_text is None else _tokens(bundle, manifest, vocabulary_text)
-    models = {name: ir.load(safe_path(bundle, info.file)) for name, info in manifest.graphs.items()}
+    portable = {name: info for name, info in manifest.graphs.items() if name != ROUND}
+    models = {name: ir.load(safe_path(bundle, info.file)) for name, info in portable.items()}
     head = _head(models[TARGET])
     groups = groups_of(models[TARGET], head)
     if not any(head not in group.names for group in groups):
@@ -125,7 +130,9 @@ def quantize_bundle(
                     round_weights(model, rounding, weights)
                 graphs[name] = _save(model, name, manifest.graphs[name], work, weights)
             _copy_others(manifest, bundle, work)
-        tuned = tuned_graphs(work, graphs[TARGET], manifest.target.cache)
+        if ROUND in graphs:
+            graphs[ROUND] = round_to_bundle(work, graphs, manifest.target, manifest.draft)
+        tuned = tuned_graphs(work, graphs[TARGET], manifest.target.cache, graphs[DRAFT])
         files = {p.relative_to(work).as_posix(): file_info(p) for p in sorted(work.rglob("*")) if p.is_file()}
         made = replace(manifest, graphs=graphs, files=files, engines={}, tuned=tuned)
         if rounding is not None:
@@ -140,7 +147,7 @@ def quantize_bundle(
                         "allow more, or use " + ("the float32 bundle" if bits == 8 else "8 bits"),
                     )
             made = replace(made, quantization=info)
-        made.check()
+        check_manifest(made)
         manifest_to_file(made, work)
     return made
 
@@ -153,6 +160,7 @@ def export_quantized(
     max_perplexity_ratio: float = MAX_PERPLEXITY_RATIO,
     progress: Progress | None = None,
     bits: int = 8,
+    round_graph: bool = False,
 ) -> Manifest:
     """Export a pair in float32 to a place beside `output`, and quantise that.
 
@@ -160,11 +168,11 @@ def export_quantized(
         As `export_bundle` and `quantize_bundle`.
     """
     output = Path(output)
-    check_replaceable(output)
+    check_writable(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as work:
         between = Path(work) / "float32"
-        export_bundle(target, draft, between, DType.FLOAT32, max_length, progress)
+        export_bundle(target, draft, between, DType.FLOAT32, max_length, progress, round_graph)
         return quantize_bundle(between, output, None, max_perplexity_ratio, progress, bits)
 
 
@@ -214,8 +222,7 @@ def _save(model: ir.Model, name: str, info: GraphInfo, work: Path, weights: Weig
     if DOMAIN in model.opset_imports:
         kinds = {node.op_type for node in model.graph}
         passes = (*passes, *(["int4"] if "MatMulNBits" in kinds else []), "smooth", INT8)
-    file = f"{name}.onnx"
-    ir.save(model, work / file)
+    file = graph_to_file(model, work, name, passes)
     return replace(info, file=file, weights=(WEIGHT_FILE,) if stored else (), passes=passes)
 
 

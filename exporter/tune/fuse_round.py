@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,85 +23,52 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from ...bundle import tensors as t
-from ...bundle.manifest import Manifest
+from ...bundle.manifest import DraftInfo, GraphInfo, TargetInfo
+from ...bundle.round_graph import ACCEPTED, ROUND, VERIFY_ROWS, of_model, own_axes, round_io
 from ..passes.set_interface import set_interface
+from ..save_graph import graph_to_file
 from .nodes import constant
-
-VERIFY_ROWS = "verify_rows"
-ACCEPTED = "accepted"
 
 _GLUE = "round"
 _SHARED_AXES = {t.LOGIT_ROWS: t.ROWS, t.CONTEXT_ROWS: t.ROWS}
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
-def of_model(model: str, name: str) -> str:
-    """Name, in the fused graph, of an input or output that both models have: ``draft.past_key.0``.
+def round_to_bundle(
+    directory: Path, graphs: Mapping[str, GraphInfo], target: TargetInfo, draft: DraftInfo
+) -> GraphInfo:
+    """Write the graph of a round beside the target's and the draft's, over the same weights.
 
     Args:
-        model: `TARGET` or `DRAFT`.
-        name: what it is called in the model's own graph.
+        directory: the bundle.
+        graphs: its portable graphs.
+        target: the manifest's.
+        draft: the manifest's.
     """
-    return f"{model}.{name}"
-
-
-def round_io(manifest: Manifest) -> t.GraphIO:
-    """Inputs and outputs of the fused graph.
-
-    ``input_ids`` are the anchor and the proposals behind it; rows at or behind ``verify_rows`` (at least 1,
-    at most R) are padding. ``start`` is the anchor's position, and must be how much the draft has taken in.
-    Both models' ``slots`` and caches are as in their own graphs: they reach to ``start + R`` at least, and
-    where the target is a graph that looks at whole caches (`bundle.tuned.WHOLE_CACHE`) its slots are as many
-    as its caches have. ``block_rows`` are the rows of the next block that count.
-
-    ``accepted`` is how many proposals stand, ``verify_rows - 1`` at most. The next anchor is
-    ``greedy_ids[b, accepted[b]]``, at position ``start + accepted + 1``; -1 says that it could not be chosen,
-    and then ``proposals`` and the draft's caches mean nothing.
-    """
-    target, draft = manifest.target.cache, manifest.draft.cache
-    each_row, each_proposal = (t.BATCH, t.ROWS), (t.BATCH, manifest.draft.proposals)
-
-    def axes(model: str, infos: tuple[t.TensorInfo, ...]) -> tuple[t.TensorInfo, ...]:
-        own = _own_axes(model)
-        return tuple(
-            t.TensorInfo(
-                of_model(model, info.name),
-                info.dtype,
-                tuple(own.get(axis, axis) if isinstance(axis, str) else axis for axis in info.axes),
-            )
-            for info in infos
-        )
-
-    slots = (t.TensorInfo(t.SLOTS, t.DType.INT64, (t.KV,)),)
-    return t.GraphIO(
-        inputs=(
-            t.TensorInfo(t.INPUT_IDS, t.DType.INT64, each_row),
-            t.TensorInfo(VERIFY_ROWS, t.DType.INT64, (t.BATCH,)),
-            t.TensorInfo(t.START, t.DType.INT64, (t.BATCH,)),
-            t.TensorInfo(t.BLOCK_ROWS, t.DType.INT64, (t.BATCH,)),
-            *axes(t.TARGET, slots),
-            *axes(t.DRAFT, slots),
-            *axes(t.TARGET, target.inputs()),
-            *axes(t.DRAFT, draft.inputs()),
-        ),
-        outputs=(
-            t.TensorInfo(t.GREEDY_IDS, t.DType.INT64, each_row),
-            t.TensorInfo(ACCEPTED, t.DType.INT64, (t.BATCH,)),
-            t.TensorInfo(t.PROPOSALS, t.DType.INT64, each_proposal),
-            t.TensorInfo(t.LOGIT_SUMS, t.DType.FLOAT32, each_proposal),
-            *axes(t.TARGET, target.outputs()),
-            *axes(t.DRAFT, draft.outputs()),
-        ),
+    parts = graphs[t.TARGET], graphs[t.DRAFT]
+    verify, block = (ir.load(directory / part.file) for part in parts)
+    model = fuse_round(verify, block, target, draft)
+    passes = tuple(dict.fromkeys(step for part in parts for step in part.passes))
+    return GraphInfo(
+        file=graph_to_file(model, directory, ROUND, passes),
+        opset=max(part.opset for part in parts),
+        ir_version=max(part.ir_version for part in parts),
+        io=round_io(target.cache, draft.cache, draft.proposals),
+        stages=(),
+        weights=tuple(dict.fromkeys(file for part in parts for file in part.weights)),
+        passes=passes,
     )
 
 
-def fuse_round(target: ir.Model, draft: ir.Model, manifest: Manifest) -> ir.Model:
-    """Make one graph of both; see `round_io` for its inputs and outputs.
+def fuse_round(target: ir.Model, draft: ir.Model, target_info: TargetInfo, draft_info: DraftInfo) -> ir.Model:
+    """Make one graph of both; `bundle.round_graph` has its inputs and outputs.
 
     Args:
-        target: the bundle's target graph, portable or tuned. Not changed.
+        target: the bundle's target graph, portable or tuned; where it looks at whole caches
+            (`bundle.tuned.WHOLE_CACHE`), its slots are as many as its caches have. Not changed.
         draft: its draft graph. Not changed.
-        manifest: the bundle's.
+        target_info: the manifest's.
+        draft_info: the manifest's.
     """
     fused, joining = target.clone(), draft.clone()
     graph = fused.graph
@@ -125,8 +93,8 @@ def fuse_round(target: ir.Model, draft: ir.Model, manifest: Manifest) -> ir.Mode
     accepted = rows("ReduceMin", first, rows.numbers(1), keepdims=0)  # [B]
     # The next anchor, and the block behind it. A choice that failed is no row of the embedding.
     anchor = rows("GatherElements", greedy, rows("Unsqueeze", accepted, rows.numbers(1)), axis=1)  # [B, 1]
-    leads = constant(graph, f"{_GLUE}.leads", np.arange(manifest.draft.block_size)[None] == 0)  # [1, Q]
-    mask = rows.number(manifest.draft.mask_token_id)
+    leads = constant(graph, f"{_GLUE}.leads", np.arange(draft_info.block_size)[None] == 0)  # [1, Q]
+    mask = rows.number(draft_info.mask_token_id)
     block_ids = rows("Where", leads, rows("Max", anchor, rows.number(0)), mask)  # [B, Q]
     for name, value in {
         t.FEATURES: verify.outputs[t.FEATURES],
@@ -137,7 +105,7 @@ def fuse_round(target: ir.Model, draft: ir.Model, manifest: Manifest) -> ir.Mode
         block.inputs.pop(name).replace_all_uses_with(value)
 
     accepted.name, accepted.dtype, accepted.shape = ACCEPTED, ir.DataType.INT64, ir.Shape([t.BATCH])
-    io = round_io(manifest)
+    io = round_io(target_info.cache, draft_info.cache, draft_info.proposals)
     inputs = {**_named(verify.inputs, io), **_named(block.inputs, io), VERIFY_ROWS: verify_rows}
     outputs = {**_named(verify.outputs, io), **_named(block.outputs, io), ACCEPTED: accepted}
     graph.inputs[:] = [inputs[info.name] for info in io.inputs]
@@ -160,7 +128,7 @@ class _Model:
     """
 
     def __init__(self, model: ir.Model, name: str):
-        graph, own = model.graph, {**_SHARED_AXES, **_own_axes(name)}
+        graph, own = model.graph, {**_SHARED_AXES, **own_axes(name)}
         self.inputs = {str(value.name): value for value in graph.inputs}
         self.outputs = {str(value.name): value for value in graph.outputs}
         for node in graph.all_nodes():
@@ -234,11 +202,6 @@ def _same(one: ir.TensorProtocol | None, other: ir.TensorProtocol | None) -> boo
     if places:
         return len(places) == 2 and places[0] == places[1]
     return one.tobytes() == other.tobytes()
-
-
-def _own_axes(model: str) -> dict[str, str]:
-    """Axes that are called the same in both models' graphs, and may differ in size."""
-    return {axis: f"{model}_{axis}" for axis in (t.KV, t.CAPACITY)}
 
 
 def _with_axes(shape: ir.Shape | None, names: Mapping[str, str]) -> ir.Shape | None:

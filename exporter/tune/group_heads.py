@@ -5,7 +5,8 @@ with these keys: G heads of R rows become one head of G * R rows, [B, N, R, D] -
 is the same memory. Keys are read once, and a lone row (R = 1) is computed by the kernel for several rows,
 whose bits do not depend on how many they are.
 
-It pays where there are enough key heads for all threads, as there are with several requests in a pass.
+It pays where there are enough key heads for all threads, as there are with several requests in a pass. Where
+attention can be opened (`open_attention`), that groups them, and this is for float16 caches.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from .nodes import constant
 def group_heads(model: ir.Model) -> bool:
     """Change the model in place, if all its attention can be grouped; whether it could."""
     graph = model.graph
-    attentions = [node for node in graph if node.op_type == "Attention"]
-    if not attentions or not all(map(_can, attentions)):
+    if not can_group(model):
         return False
+    attentions = [node for node in graph if node.op_type == "Attention"]
     masks: dict[ir.Value, ir.Value] = {}
     for node in attentions:
         query, keys, values, mask = node.inputs[:4]
@@ -41,6 +42,12 @@ def group_heads(model: ir.Model) -> bool:
         old.replace_all_uses_with(new)
         graph.insert_before(node, [rows, grouped, result])
     return True
+
+
+def can_group(model: ir.Model) -> bool:
+    """Whether there is attention in the model, and in all of it several queries share keys."""
+    attentions = [node for node in model.graph if node.op_type == "Attention"]
+    return bool(attentions) and all(map(_can, attentions))
 
 
 def _can(node: ir.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,3 +29,30 @@ def constant(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
     )
     graph.register_initializer(value)
     return value
+
+
+class Chain:
+    """Puts nodes before a node of a graph, one behind the other."""
+
+    def __init__(self, graph: ir.Graph, before: ir.Node) -> None:
+        """Say where."""
+        self._graph, self._before = graph, before
+
+    def __call__(
+        self, op: str, *inputs: ir.Value | None, domain: str = "", **attributes: float | Sequence[int]
+    ) -> ir.Value:
+        """Put a node there; gives its first output."""
+        return self.all(op, *inputs, outputs=1, domain=domain, **attributes)[0]
+
+    def all(
+        self,
+        op: str,
+        *inputs: ir.Value | None,
+        outputs: int,
+        domain: str = "",
+        **attributes: float | Sequence[int],
+    ) -> Sequence[ir.Value]:
+        """Put a node with so many outputs there; gives them."""
+        node = ir.node(op, inputs, attributes, domain=domain, num_outputs=outputs)
+        self._graph.insert_before(self._before, node)
+        return node.outputs

@@ -268,7 +268,7 @@ def test_the_command_writes_everything(bundles, text_bundle, fake_peer, tmp_path
         (["--sweep", "--verify-rows", "3"], "--sweep: leave"),
         (["--target", "t.gguf"], "belong to --peer and --peers"),
         (["--peer", "vllm"], "peer: got 'vllm', expected one of"),
-        (["--peer", "fake"], "target: got None"),
+        (["--peer", "fake"], "peer fake: --target is missing"),
     ],
 )
 def test_the_command_refuses_before_the_work(bundles, fake_peer, tmp_path, monkeypatch, options, words):

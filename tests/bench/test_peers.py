@@ -111,8 +111,9 @@ def test_programs_are_checked_before_anything_is_opened(fake_peer, monkeypatch, 
     assert choose_peers([ALL_INSTALLED], folder, tmp_path) == [name for name in PEERS if name != "llama.cpp"]
     for names, target, words in (
         (["vllm"], gguf, "peer: got 'vllm', expected one of transformers, "),
-        (["fake"], None, "target: got None, .* give --target PATH"),
-        (["fake"], tmp_path / "none.gguf", "target: got .*none.gguf"),
+        (["fake"], None, r"peer fake: --target is missing; .* with --target PATH$"),
+        (["all-installed"], None, "peer all-installed: --target is missing; other programs cannot read a"),
+        (["fake"], tmp_path / "none.gguf", "target: got .*none.gguf.* expected a path that exists"),
         (["llama.cpp"], folder, "peer llama.cpp: .* expected a .gguf file; give another --target"),
         (["fake"], tmp_path, "peer fake: .* expected a .gguf file or a Hugging Face folder"),
         (["onnxruntime-genai"], gguf, "builds a model of its own.* give --peer-cache DIR"),

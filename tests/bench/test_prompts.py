@@ -16,6 +16,14 @@ from dflash_deploy.bundle.errors import ProviderError, RequestError
 from dflash_deploy.demo import demo_prompts
 
 
+def test_a_name_that_is_no_set_and_no_file_is_told_the_sets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = "expected demo, humaneval, random, or a text file with one prompt a line; there is no such file"
+    with pytest.raises(RequestError) as error:
+        prompt_set("missing")
+    assert str(error.value) == f"prompts: got 'missing', {words}"
+
+
 def test_the_demos_are_the_default():
     assert prompt_set(None).prompts == prompt_set(DEMO).prompts == demo_prompts()
     assert prompt_set(DEMO, limit=3).prompts == demo_prompts()[:3]

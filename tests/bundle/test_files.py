@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from dflash_deploy.bundle.errors import BundleError, OutputError
-from dflash_deploy.bundle.files import atomic_directory, atomic_file, safe_path, sha256_from_file
+from dflash_deploy.bundle.files import (
+    atomic_directory,
+    atomic_file,
+    check_writable,
+    safe_path,
+    sha256_from_file,
+)
 from toy_bundle import toy_bundle
 
 
@@ -120,6 +126,24 @@ def test_a_place_that_cannot_be_written_is_an_output_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot write beside"), atomic_directory(tmp_path / "file" / "out"):
         pytest.fail("the block must not start")
+
+
+def test_a_place_is_tried_before_the_work_and_nothing_is_left(tmp_path):
+    check_writable(tmp_path / "new" / "deep" / "out")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    for place in ("file/out", "file/deep/out", f"{'x' * 300}/out"):
+        with pytest.raises(OutputError, match=r"cannot write beside .*; choose another --output"):
+            check_writable(tmp_path / place)
+    with pytest.raises(OutputError, match="is a file"):
+        check_writable(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no file system that refuses a superuser")
+def test_a_place_that_no_permission_opens_is_refused():
+    with pytest.raises(OutputError, match="cannot write beside /proc/x"):
+        check_writable(Path("/proc/x"))
 
 
 def test_the_umask_decides_who_may_read(tmp_path):

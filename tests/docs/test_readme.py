@@ -25,6 +25,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 # What a path on somebody's machine begins with.
 _MACHINE = re.compile(r"(?<![\w./-])(/(home|root|work|tmp|Users|mnt|opt|usr|var)/|[A-Z]:\\)")
+_MADE = re.compile(r"--output demo-output/([\w$-]+)")
 _NAMES = ("dflash", "dflash-deploy")
 
 
@@ -82,9 +83,21 @@ def check_mention(words: list[str]) -> None:
 
 def test_commands_in_blocks(page):
     for line in page.lines():
+        line = line.strip().removeprefix("time ")
         words = shlex.split(line, comments=True) if line.split(" ")[0] in _NAMES else []
         if words:
-            check_whole(words[1:])
+            check_whole([re.sub(r"^\$[a-z]$", "1", word) for word in words[1:]])  # a loop's number
+
+
+def test_bundles_of_the_demo_are_made_before_they_are_read(page):
+    """By `dflash demo`, by a command further up, or on the README if the page sends the reader there."""
+    made = {"bundle", "bundle-float16", "simple"}
+    if "(../README.md)" in page.text:
+        made |= set(_MADE.findall((ROOT / "README.md").read_text(encoding="utf-8")))
+    for line in page.text.splitlines():
+        made |= set(_MADE.findall(line))
+        read = set(re.findall(r"demo-output/([\w$-]+)", line)) - made
+        assert not read, line
 
 
 def test_commands_in_text(page):

@@ -46,7 +46,8 @@ def test_the_script(embed, text_bundle):
 def test_a_line_in_is_a_line_out(embed, text_bundle):
     """Good jobs and bad ones, through the process's own standard streams."""
     jobs = [json.dumps({"id": str(n), "prompt": p, "max_new_tokens": 20}) for n, p in enumerate(PROMPTS)]
-    bad = ["no json", "[1]", '{"id": "a"}', '{"id": "b", "prompt": ""}', '{"id": "c", "prompt": 5}']
+    bad = ["no json", "[1]", '{"prompt": "no id"}', '{"id": "a"}', '{"id": "b", "prompt": ""}']
+    bad += ['{"id": "c", "prompt": 5}', '{"id": "d", "prompt": "x", "length": 3}']
     command = _command(embed, "worker_thread.py", text_bundle, "--max-requests", 3)
     done = subprocess.run(command, input="\n".join(jobs + bad), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -55,9 +56,22 @@ def test_a_line_in_is_a_line_out(embed, text_bundle):
     expected = _answers(text_bundle, PROMPTS, 20)
     assert right == {str(n): text for n, text in enumerate(expected)}
     failed = sorted((o["id"], o["error"]) for o in outcomes if o["status"] == "failed")
-    assert [name for name, _ in failed] == ["", "", "", "b", "c"]
-    assert "expected some text" in failed[3][1]
+    assert [name for name, _ in failed] == ["", "", "", "a", "b", "c", "d"]
+    errors = dict(failed)
+    assert errors["a"].startswith('no job: \'{"id": "a"}\' (prompt is missing)')
+    assert "expected some text" in errors["b"]
+    assert errors["d"].endswith("('length' is none of id, prompt, max_new_tokens, deadline_s)")
     assert len(outcomes) == len(jobs) + len(bad)
+
+
+@pytest.mark.parametrize("arguments", [("script.py", "x", "hi"), ("worker_thread.py", "x")])
+def test_a_bundle_that_is_not_there_is_one_line(embed, tmp_path, arguments):
+    name, bundle, *rest = arguments
+    command = _command(embed, name, tmp_path / bundle, *rest)
+    done = subprocess.run(command, input="", capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert line.startswith(f"{name}: bundle: no manifest.json in ")
 
 
 def test_a_signal_ends_it_politely(embed, text_bundle):

@@ -281,10 +281,10 @@ def test_without_a_limit_it_goes_on_to_the_contexts_end(server):
     [
         ({"n": 2}, "n"),
         ({"tools": []}, "tools"),
-        ({"messages": []}, "prompt"),
+        ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": "x" * 500}]}, "prompt"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "x" * 500}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, None),
         ({"temperature": -1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
@@ -293,12 +293,14 @@ def test_without_a_limit_it_goes_on_to_the_contexts_end(server):
         ({"logit_bias": {"40": 1}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, None),
         ({"seed": 2**70}, "seed"),
-        ({"max_tokens": 0}, "max_new_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
-        ({"stop": [""]}, "stop[0]"),
+        ({"stop": [""]}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"4": 1e40}}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
     ],
@@ -314,6 +316,9 @@ def test_what_cannot_be_done_is_refused(server, fields, param, stream):
     assert error["message"]
     if param is not None:
         assert error["param"] == param, error
+        assert error["message"].startswith(param), error
+    assert "max_new_tokens" not in error["message"]
+    assert "prompt" not in error["message"]
 
 
 def test_errors_have_openais_format(server):
@@ -368,6 +373,21 @@ def test_a_bundle_without_a_chat_template_is_refused(tmp_path):
         with pytest.raises(RequestError, match="no chat template"):
             create_app(service, MODEL)
     assert manifest.tokenizer.file
+
+
+def test_a_bundle_that_is_not_there_is_one_line(embed, tmp_path):
+    command = [sys.executable, str(embed / "openai_server.py"), str(tmp_path / "nowhere")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert line.startswith("openai_server.py: bundle: no manifest.json in ")
+
+
+def test_a_service_that_is_closed_is_not_the_clients_fault(text_bundle):
+    with serving(text_bundle) as made:
+        made.service.close()
+        status, _, text = made.chat(max_tokens=3)
+        assert (status, json.loads(text)["error"]["code"]) == (503, "unavailable")
 
 
 # ---------------------------------------------------------------- many at once

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from dflash_deploy.bundle.limits import ShapeLimits
-from dflash_deploy.bundle.manifest import EngineInfo, Manifest, TokenizerInfo, manifest_to_file
+from dflash_deploy.bundle.manifest import EngineInfo, Manifest, TokenizerInfo, file_info, manifest_to_file
 from dflash_deploy.bundle.records import record_from_dict, record_to_json
+from dflash_deploy.bundle.tuned import ALONE, GROUP_HEADS, TOGETHER, WHOLE_CACHE
 from dflash_deploy.runtime import inspect_bundle
 from dflash_deploy.runtime.inspect_bundle import describe_bundle, description_lines
 from toy_bundle import FILES, toy_bundle
@@ -53,6 +54,26 @@ def test_a_bundle_is_described(tmp_path, manifest):
     assert found["draft"]["mask_token_id"] == manifest.draft.mask_token_id
     assert found["files"] == {name: info.bytes for name, info in manifest.files.items()}
     assert "precision      float32" in description_lines(found)
+
+
+def test_graphs_for_the_cpu_are_described(tmp_path, manifest):
+    assert describe_bundle(tmp_path)["tuned"] == {}
+    assert not any(line.startswith("tuned") for line in description_lines(describe_bundle(tmp_path)))
+    target = manifest.graphs["target"]
+    done = {ALONE: (WHOLE_CACHE,), TOGETHER: (WHOLE_CACHE, GROUP_HEADS)}
+    tuned = {name: replace(target, file=f"{name}.onnx", passes=passes) for name, passes in done.items()}
+    for graph in tuned.values():
+        (tmp_path / graph.file).write_bytes(b"a graph")
+    files = {**manifest.files, **{graph.file: file_info(tmp_path / graph.file) for graph in tuned.values()}}
+    manifest_to_file(replace(manifest, tuned=tuned, files=files), tmp_path)
+    found = describe_bundle(tmp_path)
+    assert {name: (graph["file"], graph["passes"]) for name, graph in found["tuned"].items()} == {
+        name: (f"{name}.onnx", list(passes)) for name, passes in done.items()
+    }
+    alone, together = (line for line in description_lines(found) if line.startswith("tuned graph    "))
+    assert alone.endswith(" target.cpu, the target on the CPU, for one request at a time (whole-cache)")
+    assert together.endswith(", for several requests in a pass (whole-cache, group-heads)")
+    assert json.loads(json.dumps(found)) == found
 
 
 def test_bfloat16_on_the_cpu_is_warned_of(tmp_path, manifest):

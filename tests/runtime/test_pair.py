@@ -18,7 +18,8 @@ from dflash_deploy.bundle.tensors import (
     PROPOSALS,
     SLOTS,
 )
-from dflash_deploy.runtime.pair import Lane, Pair, Saved
+from dflash_deploy.runtime.lane import Lane, Saved
+from dflash_deploy.runtime.pair import Pair
 from dflash_deploy.runtime.passes import DraftFailure, DraftPass, TargetPass
 from dflash_deploy.runtime.stats import Phase
 from toy_engines import (

@@ -13,6 +13,7 @@ import pytest
 
 from dflash_deploy.bundle.errors import BusyError, EngineError, RequestError
 from dflash_deploy.runtime.accept import FinishReason
+from dflash_deploy.runtime.request import job_from_request
 from dflash_deploy.runtime.sampling import Sampling
 from dflash_deploy.runtime.service import Service, ServiceSettings
 from dflash_deploy.runtime.stats import Mode
@@ -284,6 +285,55 @@ def test_a_deadline_ends_what_waits():
     assert [*late] == []
     assert complete(service, last).ids == tuple(greedy([1], 3))
     assert running.result(0).finish_reason is FinishReason.LENGTH
+
+
+def test_a_deadline_that_passed_before_the_first_round_gives_no_tokens(monkeypatch):
+    """Even if it did so behind the turn's own look at the clock."""
+    service = still_service(toy_decoder())
+    late = service.submit(PROMPT, 40, deadline_s=1000.0)
+    other = service.submit(PROMPT, 4)
+    settle = service._scheduler.settle
+
+    def slow_settle():
+        late._entry.expires = 0.0
+        settle()
+
+    with monkeypatch.context() as slowly:
+        slowly.setattr(service._scheduler, "settle", slow_settle)
+        turn(service)
+    result = late.result(0)
+    assert (result.finish_reason, result.ids, result.text) == (FinishReason.DEADLINE, (), "")
+    assert (result.stats.new_tokens, result.stats.rounds, result.stats.prefill_ms) == (0, 0, 0.0)
+    assert complete(service, other).ids == tuple(greedy(PROMPT, 4))
+    assert service.stats().running == 0
+    assert_clean(service._scheduler._pair)
+
+
+def test_a_round_that_began_in_time_is_part_of_the_answer():
+    service = still_service(toy_decoder())
+    ticket = service.submit(PROMPT, 40, deadline_s=1000.0)
+    turn(service)
+    ticket._entry.expires = 0.0
+    turn(service)
+    result = ticket.result(0)
+    assert result.finish_reason is FinishReason.DEADLINE
+    assert [*result.ids] == greedy(PROMPT, 40)[: len(result.ids)]
+    assert result.ids
+
+
+def test_a_deadline_counts_from_the_call(monkeypatch):
+    """Tokenising a long prompt takes its part of the time."""
+    service = still_service(toy_decoder())
+
+    def slowly(*arguments):
+        time.sleep(0.02)
+        return job_from_request(*arguments)
+
+    monkeypatch.setattr("dflash_deploy.runtime.service.job_from_request", slowly)
+    ticket = service.submit(PROMPT, 40, deadline_s=0.01)
+    turn(service)
+    assert ticket.result(0).finish_reason is FinishReason.DEADLINE
+    assert ticket.result(0).ids == ()
 
 
 def test_a_deadline_passes_in_real_time():

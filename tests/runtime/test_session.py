@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dflash_deploy.bundle.errors import BusyError, EngineError, RequestError
 from dflash_deploy.runtime.accept import FinishReason
 from dflash_deploy.runtime.kept import Kept, KeptStore
-from dflash_deploy.runtime.pair import Saved
+from dflash_deploy.runtime.lane import Saved
 from dflash_deploy.runtime.service import Service, ServiceSettings
 from dflash_deploy.runtime.stats import Mode
 from toy_engines import BLOCK, VOCAB, always, greedy, sometimes, toy_decoder

@@ -11,13 +11,15 @@ import pytest
 
 from dflash_deploy.bundle.engines import DIRECTORY, Library, check_engine, read_engine
 from dflash_deploy.bundle.limits import PREFILL_ROWS, ShapeLimits, round_up
-from dflash_deploy.bundle.manifest import EngineFlag, manifest_from_bundle
+from dflash_deploy.bundle.manifest import EngineFlag, file_info, manifest_from_bundle, manifest_to_file
 from dflash_deploy.bundle.profiles import ProfileSet
+from dflash_deploy.bundle.round_graph import ROUND
 from dflash_deploy.bundle.tensors import DType
 from dflash_deploy.exporter.engines.options import SLOTS_MULTIPLE, BuildOptions, Residence
 from dflash_deploy.exporter.export import export_bundle
 from dflash_deploy.exporter.progress import NullProgress
 from dflash_deploy.exporter.simple.seed import seed_checkpoints
+from dflash_deploy.exporter.tune.fuse_round import round_to_bundle
 
 from .conftest import build
 
@@ -69,6 +71,19 @@ def test_a_pair_builds_from_any_directory_and_after_a_move(half, tmp_path, monke
     assert second.engines["draft.tensorrt-rtx"] == first.engines["draft.tensorrt-rtx"], "the other one stays"
     assert sorted(second.engines) == [f"{g}.tensorrt-rtx" for g in ("conv", "draft", "selector", "target")]
     assert engine_files(moved) == sorted(info.file for info in second.engines.values()), "the old one is gone"
+
+
+def test_a_whole_round_builds_as_one_engine_and_holds_shared_weights_once(half):
+    manifest = manifest_from_bundle(half)
+    graph = round_to_bundle(half, manifest.graphs, manifest.target, manifest.draft)
+    files = {**manifest.files, graph.file: file_info(half / graph.file)}
+    manifest_to_file(replace(manifest, graphs={**manifest.graphs, ROUND: graph}, files=files), half)
+    built = build(half, ("target", "draft", ROUND))
+    assert manifest_from_bundle(half) == built
+    sizes = {info.graph: built.files[info.file].bytes for info in built.engines.values()}
+    assert sizes[ROUND] < sizes["target"] + sizes["draft"]
+    ranges = built.engines[f"{ROUND}.tensorrt-rtx"].profiles["all"]
+    assert ranges["rows"][2] == built.draft.proposals + 1
 
 
 def test_bfloat16_builds(bundle_of):

@@ -17,7 +17,7 @@ from damaged_bundle import copied, relabelled, sealed, tap_shifted, weight_chang
 from dflash_deploy.bundle.errors import BundleError, PairError, ProviderError, RequestError, UserError
 from dflash_deploy.bundle.manifest import manifest_from_bundle
 from dflash_deploy.bundle.tensors import DType
-from dflash_deploy.bundle.tuned import ALONE, TOGETHER
+from dflash_deploy.bundle.tuned import ALONE, DRAFT_ALONE, TOGETHER
 from dflash_deploy.exporter.checkpoint import checkpoint_from_source
 from dflash_deploy.exporter.parity import originals
 from dflash_deploy.exporter.parity.report import ParityReport
@@ -58,11 +58,11 @@ def test_a_tuned_graph_with_other_bits_is_named(tiny_bundle: Bundles, tmp_path: 
     pair = tiny_bundle("dflash2-grouped")
     bundle = copied(pair.bundle, tmp_path / "bundle")
     manifest = manifest_from_bundle(bundle)
-    assert list(manifest.tuned) == [ALONE, TOGETHER]
+    assert list(manifest.tuned) == [ALONE, TOGETHER, DRAFT_ALONE]
     path = bundle / manifest.tuned[TOGETHER].file
     model = ir.load(path)
-    node = next(node for node in model.graph if node.op_type == "Attention")
-    node.attributes["scale"] = ir.AttrFloat32("scale", node.attributes["scale"].as_float() * (1 + 1e-6))
+    node = next(node for node in model.graph if node.op_type == "FusedMatMul")
+    node.attributes["alpha"] = ir.AttrFloat32("alpha", node.attributes["alpha"].as_float() * (1 + 1e-6))
     ir.save(model, path)
     report = report_of(pair, sealed(bundle))
     assert [stage.name for stage in report.stages if not stage.passed] == ["tuned.cpu-batch"]
@@ -77,6 +77,7 @@ def test_stages_stand_in_the_order_data_flows(tiny_bundle: Bundles) -> None:
         *("draft.context", "conv", "draft.layer.0", "draft.layer.1", "draft.hidden", "draft.logits"),
         *("selector.candidates", "selector.scores", "selector.proposals"),
         *("draft.candidates", "draft.scores", "draft.proposals"),
+        "tuned.draft.cpu",
         *("generation.plain", "generation.speculative", "generation.rounds"),
     ]
 

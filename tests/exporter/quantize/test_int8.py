@@ -17,14 +17,15 @@ from dflash_deploy.bundle.errors import (
     RequestError,
     UnsupportedError,
 )
-from dflash_deploy.bundle.manifest import ProposalLaw, Verify, manifest_from_bundle
+from dflash_deploy.bundle.manifest import ProposalLaw, Verify, check_manifest, manifest_from_bundle
 from dflash_deploy.bundle.tensors import DRAFT, TARGET
 from dflash_deploy.cli import cli
 from dflash_deploy.exporter.engines.options import BuildOptions
 from dflash_deploy.exporter.engines.plan import plan_engines
 from dflash_deploy.exporter.parity.graphs import TargetGraph
 from dflash_deploy.exporter.parity.run import parity_report
-from dflash_deploy.exporter.quantize.bundle import quantize_bundle
+from dflash_deploy.exporter.progress import NullProgress
+from dflash_deploy.exporter.quantize.bundle import export_quantized, quantize_bundle
 from dflash_deploy.exporter.quantize.int8 import quantised
 from dflash_deploy.exporter.quantize.measure import WINDOW, windows
 from dflash_deploy.exporter.quantize.smooth import smoothing_factors
@@ -166,6 +167,28 @@ def test_too_bad_a_result_is_refused_and_nothing_is_lost(pair, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(pair, tmp_path):
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
+        seen = Stages()
+        with pytest.raises(OutputError, match="cannot write beside"):
+            quantize_bundle(pair.bundle, output, IDS, LOOSE, seen)
+        with pytest.raises(OutputError, match="cannot write beside"):
+            export_quantized(str(pair.target), str(pair.draft), output, progress=seen)
+        assert seen.names == []
+
+
+class Stages(NullProgress):
+    """Remembers which stages began."""
+
+    def __init__(self):
+        self.names = []
+
+    def stage(self, name, total_bytes=None):
+        self.names.append(name)
+        return super().stage(name, total_bytes)
+
+
 def test_what_cannot_be_quantised_is_refused(pair, rounded, tmp_path):
     output = tmp_path / "bundle"
     with pytest.raises(BundleError, match="quantised already"):
@@ -184,18 +207,18 @@ def test_an_edited_manifest_is_noticed(pair, rounded):
     after = manifest_from_bundle(rounded, Verify.SIZES)
     before = manifest_from_bundle(pair.bundle, Verify.SIZES)
     with pytest.raises(BundleError, match="quantization: got None, expected a description"):
-        replace(after, quantization=None).check()
+        check_manifest(replace(after, quantization=None))
     with pytest.raises(BundleError, match=r"quantization: got 'int8 .*, expected none"):
-        replace(before, quantization=after.quantization).check()
+        check_manifest(replace(before, quantization=after.quantization))
     for name, value in (
         ("perplexity_ratio", float("nan")),
         ("perplexity_ratio", -1.0),
         ("greedy_agreement", 7.0),
     ):
         with pytest.raises(BundleError, match=f"quantization.{name}: got"):
-            replace(after, quantization=replace(after.quantization, **{name: value})).check()
+            check_manifest(replace(after, quantization=replace(after.quantization, **{name: value})))
     with pytest.raises(BundleError, match="proposal_law: got 'rows', expected one of candidates, fixed"):
-        replace(after, draft=replace(after.draft, proposal_law=ProposalLaw.ROWS)).check()
+        check_manifest(replace(after, draft=replace(after.draft, proposal_law=ProposalLaw.ROWS)))
 
 
 def test_where_an_int8_bundle_does_not_run_is_said(rounded):

@@ -10,10 +10,11 @@ import pytest
 
 from dflash_deploy.bundle import tensors as t
 from dflash_deploy.bundle.manifest import manifest_from_bundle
+from dflash_deploy.bundle.round_graph import ACCEPTED, VERIFY_ROWS, of_model, round_io
 from dflash_deploy.bundle.tuned import ALONE
 from dflash_deploy.exporter.parity.graphs import DraftGraph, TargetGraph
 from dflash_deploy.exporter.quantize.bundle import quantize_bundle
-from dflash_deploy.exporter.tune.fuse_round import ACCEPTED, VERIFY_ROWS, fuse_round, of_model, round_io
+from dflash_deploy.exporter.tune.fuse_round import fuse_round
 from dflash_deploy.runtime.accept import accept_greedy
 from tiny_bundles import TARGET
 
@@ -59,6 +60,10 @@ def fused(tiny_bundle, tmp_path_factory):
     return give
 
 
+def io_of(manifest):
+    return round_io(manifest.target.cache, manifest.draft.cache, manifest.draft.proposals)
+
+
 def _bundle(tiny_bundle, tmp_path_factory, name):
     if name != INT8:
         return tiny_bundle(name).bundle
@@ -72,7 +77,7 @@ def _fused(bundle, graph):
     manifest = manifest_from_bundle(bundle)
     info = manifest.graphs[graph] if graph == PORTABLE else manifest.tuned[graph]
     models = tuple(ir.load(bundle / file) for file in (info.file, manifest.graphs[t.DRAFT].file))
-    model = fuse_round(*models, manifest)
+    model = fuse_round(*models, manifest.target, manifest.draft)
     model.meta["file"] = info.file
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
@@ -125,7 +130,7 @@ class Rounds:
         }
         for model, graph in ((t.TARGET, self.target), (t.DRAFT, self.draft)):
             inputs |= {of_model(model, name): cache for name, cache in graph._past.items()}
-        names = [info.name for info in round_io(self.fused.manifest).outputs]
+        names = [info.name for info in io_of(self.fused.manifest).outputs]
         return dict(zip(names, self.fused.session.run(names, inputs), strict=True))
 
     def round(self, rows, standing, verify_rows):
@@ -231,7 +236,7 @@ def test_the_graph_is_valid_onnx(fused):
     }
     assert shapes == {
         info.name: list(info.axes)
-        for side in (round_io(pair.manifest).inputs, round_io(pair.manifest).outputs)
+        for side in (io_of(pair.manifest).inputs, io_of(pair.manifest).outputs)
         for info in side
     }
 
@@ -259,4 +264,4 @@ def test_tensorrt_rtx_reads_it(fused):
     parsed = parser.parse(data, str(pair.bundle / "round.onnx"))
     assert parsed, [parser.get_error(i).desc() for i in range(parser.num_errors)]
     outputs = [network.get_output(i).name for i in range(network.num_outputs)]
-    assert outputs == [info.name for info in round_io(pair.manifest).outputs]
+    assert outputs == [info.name for info in io_of(pair.manifest).outputs]

@@ -9,17 +9,21 @@ import pytest
 
 from dflash_deploy.bundle import tensors as t
 from dflash_deploy.bundle.errors import BundleError
-from dflash_deploy.bundle.manifest import manifest_from_bundle
+from dflash_deploy.bundle.manifest import check_manifest, manifest_from_bundle
 from dflash_deploy.bundle.tensors import DType
 from dflash_deploy.bundle.tuned import (
     ALONE,
+    DRAFT_ALONE,
     GROUP_HEADS,
     MERGE_HEADS,
+    OPEN_ATTENTION,
+    OPEN_CONV,
     TOGETHER,
     WHOLE_CACHE,
     least_rows,
+    portable,
 )
-from dflash_deploy.exporter.parity.graphs import TargetGraph
+from dflash_deploy.exporter.parity.graphs import DraftGraph, TargetGraph
 from dflash_deploy.exporter.quantize.bundle import quantize_bundle
 from dflash_deploy.exporter.tune.bundle import tuned_graphs
 from dflash_deploy.runtime.decoder import Decoder
@@ -49,7 +53,11 @@ def graphs(bundle):
     manifest = manifest_from_bundle(bundle)
     return {
         "portable": TargetGraph(bundle, manifest),
-        **{name: TargetGraph(bundle, manifest, info) for name, info in manifest.tuned.items()},
+        **{
+            name: TargetGraph(bundle, manifest, info)
+            for name, info in manifest.tuned.items()
+            if portable(name) == t.TARGET
+        },
     }
 
 
@@ -66,21 +74,25 @@ def test_what_was_done_is_said(bundle):
     manifest = manifest_from_bundle(bundle)
     rounded = manifest.quantization is not None
     first = ("smooth", "int8", MERGE_HEADS) if rounded else ()
-    assert manifest.tuned[ALONE].passes == (*first, WHOLE_CACHE)
-    assert manifest.tuned[TOGETHER].passes == (*first, WHOLE_CACHE, GROUP_HEADS)
-    for info in manifest.tuned.values():
+    assert manifest.tuned[ALONE].passes == (*first, WHOLE_CACHE, OPEN_ATTENTION)
+    assert manifest.tuned[TOGETHER].passes == (*first, WHOLE_CACHE, OPEN_ATTENTION, GROUP_HEADS)
+    first = ("smooth", "int8", OPEN_CONV, MERGE_HEADS) if rounded else (OPEN_CONV,)
+    assert manifest.tuned[DRAFT_ALONE].passes == first
+    for name, info in manifest.tuned.items():
         model = onnx.load(bundle / info.file, load_external_data=False)
         kinds = [node.op_type for node in model.graph.node]
-        assert "Slice" not in kinds
-        assert kinds.count("Attention") == manifest.target.num_layers
+        if portable(name) == t.TARGET:
+            assert not {"Slice", "Attention"} & set(kinds)
+            assert kinds.count("Softmax") == manifest.target.num_layers
+        else:
+            assert "GroupedDynamicConv" not in kinds
+            assert not model.functions
         names = [node.name for node in model.graph.node]
         assert len(set(names)) == len(names)
         onnx.checker.check_model(str(bundle / info.file), full_check=not rounded)
-        weights = {
-            (x.name, tuple(map(str, x.external_data))) for x in model.graph.initializer if x.external_data
-        }
-        portable = onnx.load(bundle / manifest.graphs[t.TARGET].file, load_external_data=False)
-        assert weights <= {(x.name, tuple(map(str, x.external_data))) for x in portable.graph.initializer}
+        weights = stored(model)
+        made_from = manifest.graphs[portable(name)]
+        assert weights <= stored(onnx.load(bundle / made_from.file, load_external_data=False))
 
 
 @pytest.mark.parametrize("name", [ALONE, TOGETHER])
@@ -103,6 +115,31 @@ def test_bits_are_those_of_the_portable_graph(graphs, name, batch, rows):
             np.testing.assert_array_equal(got[output], expected[output])
         for past, cache in kept.items():
             np.testing.assert_array_equal(cache, caches[past][:, :, :capacity])
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("rows", [1, 4, 20])
+def test_the_draft_gives_the_bits_of_the_portable_one(bundle, batch, rows):
+    """Two rounds, blocks of several lengths among them; the stages too, and the caches."""
+    manifest = manifest_from_bundle(bundle)
+    width = len(manifest.draft.taps) * manifest.target.hidden_size
+    graphs = [DraftGraph(bundle, manifest), DraftGraph(bundle, manifest, manifest.tuned[DRAFT_ALONE])]
+    ends = RANDOM.integers(1, rows + 1, batch)
+    rounds = [
+        (RANDOM.standard_normal((batch, rows, width), np.float32), np.zeros(batch, int), ends),
+        (RANDOM.standard_normal((batch, 3, width), np.float32), ends, ends + 2),
+    ]
+    for graph in graphs:
+        graph.reset(CAPACITY, batch)
+    for features, start, anchor in rounds:
+        asked = RANDOM.integers(1, manifest.draft.block_size + 1, batch)
+        expected, got = (graph.run(features, start, anchor, anchor % 7, asked) for graph in graphs)
+        assert expected.keys() == got.keys()
+        assert {t.PROPOSALS, "stage.hidden"} <= expected.keys()
+        for output in expected:
+            np.testing.assert_array_equal(got[output], expected[output])
+    for past, cache in graphs[0]._past.items():
+        np.testing.assert_array_equal(graphs[1]._past[past], cache)
 
 
 @pytest.mark.parametrize("batch", [2, 3, 16])
@@ -142,13 +179,13 @@ def test_how_many_rows_a_pass_needs():
 def test_families(family, config, expected, tmp_path):
     drawn = options(family, 0, 3) | {"num_attention_heads": 4, "num_key_value_heads": 2, **config}
     tiny_target(31, tmp_path / "target", family, **drawn)
-    spec, portable = graph_alone(tmp_path / "target", tmp_path / "graph")
-    info, cache = portable._graph.info, portable._cache
+    spec, untuned = graph_alone(tmp_path / "target", tmp_path / "graph")
+    info, cache = untuned._graph.info, untuned._cache
     tuned = tuned_graphs(tmp_path / "graph", info, cache)
     assert list(tuned) == expected
     ids, more = (RANDOM.integers(0, spec.vocab_size, (2, rows)) for rows in (30, 5))
     found = []
-    for graph in (portable, *(_alone(tmp_path / "graph", one, cache) for one in tuned.values())):
+    for graph in (untuned, *(_alone(tmp_path / "graph", one, cache) for one in tuned.values())):
         graph.reset(CAPACITY, 2)
         graph.run(ids, 0)
         found.append(graph.run(more, [30, 11]))
@@ -193,7 +230,7 @@ def test_a_dtype_that_the_cpu_does_not_compute_is_not_tuned(bundle, tmp_path):
 def test_a_manifest_that_says_something_else_is_refused(bundle, change, message):
     manifest = manifest_from_bundle(bundle)
     with pytest.raises(BundleError, match=message):
-        replace(manifest, tuned=change(dict(manifest.tuned))).check()
+        check_manifest(replace(manifest, tuned=change(dict(manifest.tuned))))
 
 
 def test_alone_and_together_the_runtime_gives_the_tokens_of_the_portable_graph(bundle):
@@ -202,7 +239,7 @@ def test_alone_and_together_the_runtime_gives_the_tokens_of_the_portable_graph(b
         (prompts(1, rows)[0].tolist(), new) for rows, new in ((3, 60), (40, 8), (9, 50), (30, 20), (2, 9))
     ]
     manifest = manifest_from_bundle(bundle)
-    portable = replace(manifest, tuned={})
+    untuned = replace(manifest, tuned={})
 
     def answers(decoder, mode):
         return [decoder.generate(prompt, new, mode=mode).ids for prompt, new in asked]
@@ -210,7 +247,7 @@ def test_alone_and_together_the_runtime_gives_the_tokens_of_the_portable_graph(b
     with Decoder.open(bundle, threads=1, verify_rows=4) as decoder:
         assert WHOLE_CACHE in decoder.runners[0].info.passes
         got = {mode: answers(decoder, mode) for mode in Mode}
-    with _opened(bundle, portable) as decoder:
+    with _opened(bundle, untuned) as decoder:
         assert decoder.runners[0].info.passes == manifest.graphs[t.TARGET].passes
         expected = answers(decoder, Mode.PLAIN)
     assert got[Mode.PLAIN] == got[Mode.SPECULATIVE] == expected
