@@ -158,8 +158,9 @@ def test_the_options_of_a_build_reach_the_builder(bundle, monkeypatch):
 def test_choices_are_those_of_the_library():
     """Written twice, for `--help` must not import the library: so they are compared here."""
     pytest.importorskip("onnx_ir")
-    from dflash_deploy.bench import options
+    from dflash_deploy.bundle.round_graph import ROUND
     from dflash_deploy.bundle.tensors import DRAFT, TARGET, DType
+    from dflash_deploy.commands import bundles, engines, options
     from dflash_deploy.exporter.engines.backends import BACKENDS
     from dflash_deploy.exporter.engines.options import Conv, Residence, Verbosity, Weights
     from dflash_deploy.runtime.ort_engine import PROVIDERS
@@ -167,14 +168,14 @@ def test_choices_are_those_of_the_library():
     def values(kind):
         return [member.value for member in kind]
 
-    assert set(command_line._DTYPES) == set(values(DType)) - {"int64"}
+    assert set(bundles._DTYPES) == set(values(DType)) - {"int64"}
     assert set(options.BACKENDS) == set(BACKENDS)
     assert set(options.PROVIDERS) == set(PROVIDERS)
-    assert set(command_line._GRAPHS) == {TARGET, DRAFT}
-    assert list(command_line._WEIGHTS) == values(Weights)
-    assert list(command_line._RESIDENCES) == values(Residence)
-    assert list(command_line._VERBOSITIES) == values(Verbosity)
-    assert list(command_line._CONVS) == values(Conv)
+    assert set(engines._GRAPHS) == {TARGET, DRAFT, ROUND}
+    assert list(engines._WEIGHTS) == values(Weights)
+    assert list(engines._RESIDENCES) == values(Residence)
+    assert list(engines._VERBOSITIES) == values(Verbosity)
+    assert list(engines._CONVS) == values(Conv)
 
 
 def test_inspect_says_what_would_go_wrong(bundle):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("bench", "bundle", "demo", "exporter", "plugins", "runtime", "tests")
+PARTS = ("bench", "bundle", "commands", "demo", "exporter", "plugins", "runtime", "tests")
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +35,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     modules = {f"dflash_deploy/{file.relative_to(source)}" for file in source.rglob("*.py")}
     modules = {m for m in modules if not m.startswith(("dflash_deploy/tests", "dflash_deploy/build"))}
     data = {"py.typed", *(f"demo/{f}" for f in ("draft/config.json", "draft/model.safetensors"))}
-    data |= {"demo/prompts.txt", "demo/reference.json"}
+    data |= {"demo/prompts.txt", "demo/reference.json", "exporter/quantize/text.txt"}
     assert names == modules | {f"dflash_deploy/{name}" for name in data}
     assert {"licenses/LICENSE", "entry_points.txt"} <= meta

@@ -12,8 +12,8 @@ from .options import backend_option, provider_option, remark_on_draft, threads_o
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .opened import BenchSettings
-    from .prompts import PromptSet, RandomPrompts
+    from ..bench.opened import BenchSettings
+    from ..bench.prompts import PromptSet, RandomPrompts
 
 _FILE_COLUMNS = 140
 _PEERS_CHOICES = ("all-installed",)
@@ -104,11 +104,11 @@ def bench_command(
 
     With --peer other programs decode the same tokens in the same run. --sweep finds out where a block pays.
     """
+    from ..bench.chart import check_chart
+    from ..bench.opened import BenchSettings
+    from ..bench.peers import choose_peers
+    from ..bench.prompts import prompt_set
     from ..bundle.places import check_place
-    from .chart import check_chart
-    from .opened import BenchSettings
-    from .peers import choose_peers
-    from .prompts import prompt_set
 
     asked = [*peers, *([all_peers] if all_peers else [])]
     if sweep and (asked or chart is not None or others["verify_rows"] is not None):
@@ -125,7 +125,7 @@ def bench_command(
     if sweep:
         _sweep(bundles, chosen, settings, rows, json_file)
         return
-    from .peers.client import PeerPlace
+    from ..bench.peers.client import PeerPlace
 
     place = None if target is None else PeerPlace(target, peer_cache)
     _compare(bundles, chosen, settings, (chosen_peers, place), json_file, chart)
@@ -139,10 +139,10 @@ def _compare(
     json_file: Path | None,
     chart: Path | None,
 ) -> None:
+    from ..bench.chart import write_chart
+    from ..bench.compare import compare
+    from ..bench.table import report_parts
     from ..bundle.places import write_json
-    from .chart import write_chart
-    from .compare import compare
-    from .table import report_parts
 
     with _Counter() as counter:
         report = compare(bundles, prompts, settings, *peers, progress=counter.told)
@@ -166,9 +166,9 @@ def _sweep(
     rows: tuple[int, ...],
     json_file: Path | None,
 ) -> None:
+    from ..bench.sweep import sweep
+    from ..bench.table import sweep_parts
     from ..bundle.places import write_json
-    from .sweep import sweep
-    from .table import sweep_parts
 
     with _Counter() as counter:
         report = sweep(bundles, prompts, settings, rows, progress=counter.told)

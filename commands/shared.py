@@ -1,0 +1,54 @@
+"""What commands share: arguments, files that a user names, and the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..exporter.progress import Progress
+
+_FILE_COLUMNS = 120
+
+bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
+
+
+def prompts_from_file(file: Path | None) -> Sequence[str]:
+    """Read one prompt a line; without a file, the demo's."""
+    from ..bench.prompts import demo_texts, texts_from_file
+
+    return demo_texts() if file is None else texts_from_file(file)
+
+
+def text_from_file(file: Path) -> str:
+    """Read a whole file as text."""
+    from ..bundle.errors import RequestError
+
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise RequestError(f"text: {str(file)!r} cannot be read ({cause})") from cause
+
+
+def console_on_screen() -> Console:
+    """Standard output; in a file or a pipe, of a fixed width."""
+    from rich.console import Console
+
+    console = Console(highlight=False, emoji=False, markup=False)
+    if not console.is_terminal:
+        console.width = _FILE_COLUMNS
+    return console
+
+
+def progress_on_screen() -> Progress:
+    """Stages and bars on standard error."""
+    from rich.console import Console
+
+    from ..exporter.progress import RichProgress
+
+    return RichProgress(Console(stderr=True, highlight=False))
