@@ -86,8 +86,8 @@ def _found(package: str) -> bool:
 def cli() -> None:
     """Deploy a target model with its DFlash draft: export, prove, build engines, run.
 
-    A bundle is a directory with everything that running the pair needs; only `export`, `parity` and
-    `inspect` of a checkpoint need PyTorch.
+    A bundle is a directory with everything that running the pair needs; only `export`, `parity`,
+    `inspect` of a checkpoint and `demo`, which exports, need PyTorch.
     """
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..bundle.errors import RequestError, field_error
+from ..bundle.manifest import Manifest
+from ..bundle.tensors import TARGET
 from ..runtime.stats import Mode
 from .context import context_tasks
 from .figures import bundle_figures, ratio
@@ -42,7 +44,8 @@ def sweep(
 
     Returns:
         JSON values: ``cells``, one for each bundle, context (0: the prompts as they are) and number of rows;
-        ``settings``, ``versions``, ``cpu``.
+        ``settings``, ``versions``, ``cpu``. A cell's ``bits`` are those of the rounded weights of the
+        target's layers, null where none are rounded.
 
     Raises:
         RequestError: a number of rows is not possible, or see `compare`.
@@ -113,6 +116,7 @@ def _cells(
                 "bundle": one.label,
                 "dtype": one.decoder.manifest.dtype.value,
                 "quantized": one.decoder.manifest.quantization is not None,
+                "bits": _bits(one.decoder.manifest),
                 "context": context,
                 "rows": count,
                 "tokens_per_s": speculative["tokens_per_s"],
@@ -123,6 +127,13 @@ def _cells(
             }
         )
     return cells
+
+
+def _bits(manifest: Manifest) -> int | None:
+    """Of the rounded weights of the target's layers."""
+    if manifest.quantization is None:
+        return None
+    return 4 if "int4" in manifest.graphs[TARGET].passes else 8
 
 
 def _speculative(one: OpenBundle, rows: Rows) -> OwnWay:

@@ -125,7 +125,7 @@ def sweep_parts(report: dict[str, Any]) -> Iterator[Table | str]:
     cells = report["cells"]
     for label in dict.fromkeys(cell["bundle"] for cell in cells):
         own = [cell for cell in cells if cell["bundle"] == label]
-        precision = "int8" if own[0]["quantized"] else own[0]["dtype"]
+        precision = f"int{own[0]['bits']}" if own[0]["quantized"] else own[0]["dtype"]
         table = Table(title=f"{label} ({precision}): tokens/s by rows verified in a round, speedup below")
         for heading in ("context", "plain", *(str(n) for n in dict.fromkeys(cell["rows"] for cell in own))):
             table.add_column(heading, justify="right")

@@ -2,10 +2,16 @@
 
     python benchmarks/fused_round.py BUNDLE --prompts demo/prompts.txt --verify-rows 4
 
+Two calls are those of the runtime: the target's graph and the draft's that are tuned for the CPU, where the
+bundle has them. One call is the bundle's `round.onnx`, which is made of the portable graphs (`dflash export
+--round-graph`); of a bundle without one it is made here, of the two graphs that are called else. So the first
+compares what a bundle has, tuning included, the second what the call alone is worth; the report says which
+(`graphs`).
+
 Both ways decode each prompt greedily in a loop that does nothing else: every buffer is bound once an answer,
 in place, and the same number of rows is verified in each round. The prompt is read, and the first block
-drafted, by the bundle's two graphs either way, which is not timed. The ways take turns, round by round, so
-that a slow moment of the machine hits both, and all tokens must be those of plain decoding.
+drafted, by the two graphs either way, which is not timed. The ways take turns, round by round, so that a slow
+moment of the machine hits both, and all tokens must be those of plain decoding.
 """
 
 from __future__ import annotations
@@ -26,8 +32,8 @@ from numpy.typing import NDArray
 from dflash_deploy.bundle import tensors as t
 from dflash_deploy.bundle.limits import KV_BUCKET, round_up
 from dflash_deploy.bundle.manifest import GraphInfo, Manifest
-from dflash_deploy.bundle.round_graph import ACCEPTED, VERIFY_ROWS, of_model, round_io
-from dflash_deploy.bundle.tuned import ALONE
+from dflash_deploy.bundle.round_graph import ACCEPTED, ROUND, VERIFY_ROWS, of_model, round_io
+from dflash_deploy.bundle.tuned import ALONE, DRAFT_ALONE
 from dflash_deploy.exporter.tune.fuse_round import fuse_round
 from dflash_deploy.runtime.accept import accept_greedy
 from dflash_deploy.runtime.decoder import Decoder
@@ -55,7 +61,7 @@ def session(bundle: Path, data: bytes) -> Any:
 
 @dataclass(frozen=True)
 class Sessions:
-    """The bundle's two graphs, and one made of both."""
+    """The bundle's two graphs as the runtime takes them, and that of a round."""
 
     target: Any
     draft: Any
@@ -227,14 +233,28 @@ def prefill(sessions: Sessions, manifest: Manifest, arrays: Mapping[str, Array],
 
 
 def loaded(bundle: Path, manifest: Manifest) -> Sessions:
-    """The bundle's two graphs, and one made of both."""
-    infos: tuple[GraphInfo, GraphInfo] = (
-        manifest.tuned.get(ALONE, manifest.graphs[t.TARGET]),
-        manifest.graphs[t.DRAFT],
-    )
-    models = [ir.load(bundle / info.file) for info in infos]
-    models.append(fuse_round(models[0], models[1], manifest.target, manifest.draft))
+    """The two graphs that the runtime takes, and that of a round: the bundle's, or one made of the two."""
+    target, draft = (ir.load(bundle / info.file) for info in two_graphs(manifest))
+    own = manifest.graphs.get(ROUND)
+    if own is None:
+        fused = fuse_round(target, draft, manifest.target, manifest.draft)
+    else:
+        fused = ir.load(bundle / own.file)
+    models = (target, draft, fused)
     return Sessions(*(session(bundle, ir.to_proto(model).SerializeToString()) for model in models))
+
+
+def two_graphs(manifest: Manifest) -> tuple[GraphInfo, GraphInfo]:
+    """Target's and draft's, as the runtime takes them for one request on the CPU."""
+    graphs, tuned = manifest.graphs, manifest.tuned
+    return tuned.get(ALONE, graphs[t.TARGET]), tuned.get(DRAFT_ALONE, graphs[t.DRAFT])
+
+
+def compared(manifest: Manifest) -> dict[str, str]:
+    """Which graphs each way calls."""
+    two = " and ".join(info.file for info in two_graphs(manifest))
+    own = manifest.graphs.get(ROUND)
+    return {"two_calls": two, "one_call": f"made of {two}" if own is None else own.file}
 
 
 def main() -> None:
@@ -288,6 +308,7 @@ def report(manifest: Manifest, rows: int, answers: dict[str, list[Answer]]) -> d
         "dtype": manifest.dtype.value,
         "rounded": manifest.quantization is not None,
         "threads": physical_cores(),
+        "graphs": compared(manifest),
         "verify_rows": rows,
         "answers": len(answers["one_call"]),
         "rounds": saved.size,

@@ -22,19 +22,20 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 
 from dflash_deploy.bench.machine import cpu_name
 from dflash_deploy.bundle import tensors as t
 from dflash_deploy.bundle.manifest import GraphInfo, Manifest, manifest_from_bundle
-from dflash_deploy.bundle.tuned import ALONE
+from dflash_deploy.bundle.tuned import ALONE, DRAFT_ALONE
 from dflash_deploy.runtime.ort_engine import SPIN_US, physical_cores
 
 REPEATS = 40
 KINDS = {
     "matrix products": ("Gemm", "MatMul", "FusedMatMul", "MatMulIntegerToFloat", "MatMulNBits"),
     "rounding of rows": ("Abs", "ReduceMax", "Div", "QuantizeLinear"),
-    "attention": ("Attention",),
+    "attention": ("Attention", "Softmax"),
     "caches": ("TensorScatter", "Slice"),
     "norms": ("RMSNormalization",),
     "heads and RoPE": ("Reshape", "Transpose", "Split", "Concat", "RotaryEmbedding"),
@@ -43,7 +44,8 @@ KINDS = {
 
 
 def graph_of(manifest: Manifest, name: str) -> GraphInfo:
-    return manifest.tuned.get(ALONE, manifest.graphs[name]) if name == t.TARGET else manifest.graphs[name]
+    """What the runtime takes for one request on the CPU."""
+    return manifest.tuned.get({t.TARGET: ALONE, t.DRAFT: DRAFT_ALONE}[name], manifest.graphs[name])
 
 
 def inputs_of(manifest: Manifest, name: str, rows: int, context: int) -> dict[str, Any]:
@@ -79,7 +81,8 @@ def passes(bundle: Path, manifest: Manifest, name: str, rows: int, context: int,
     cache = manifest.target.cache if name == t.TARGET else manifest.draft.cache
     for past in cache.names():
         shape = (1, cache.kv_heads, context, cache.head_dim)
-        memory = np.zeros(shape, np.float16 if cache.dtype is t.DType.FLOAT16 else np.float32)
+        # Written to: zeros that nobody touched are one page, which the processor keeps.
+        memory = np.full(shape, 0.01, np.float16 if cache.dtype is t.DType.FLOAT16 else np.float32)
         kept.append(memory)
         for bind, called in ((binding.bind_input, past), (binding.bind_output, t.present(past))):
             bind(called, "cpu", 0, memory.dtype, shape, memory.ctypes.data)
@@ -96,21 +99,56 @@ def passes(bundle: Path, manifest: Manifest, name: str, rows: int, context: int,
     return took, session
 
 
-def shares(profile: str) -> dict[str, float]:
-    """Share of each kind of operator in the time of all kernels."""
+def kinds_of(graph: Any) -> dict[str, str]:
+    """Kinds of the nodes whose operator alone does not tell: products of two activations, and masks.
+
+    Args:
+        graph: an `onnx_ir.Graph`.
+
+    Returns:
+        The kind by the node's name. A product without a weight is attention's if it is in front of or behind
+        a softmax, else (a selector's) it belongs to the choice.
+    """
+    found = {}
+    for node in graph:
+        if node.op_type in KINDS["matrix products"] and node.inputs[1].const_value is None:
+            found[node.name] = "choice"
+    for node in graph:
+        if node.op_type == "Softmax":
+            masked = node.inputs[0].producer()
+            above = (
+                [value.producer() for value in masked.inputs] if masked.op_type in ("Add", "Where") else []
+            )
+            for part in (masked, *above, *node.outputs[0].consumers()):
+                if part is not None and part.op_type in ("Add", "Where", *KINDS["matrix products"]):
+                    found[part.name] = "attention"
+    # What masks are made of has numbers of its own: nothing else of a pass chooses between two constants.
+    for node in graph:
+        if node.op_type == "Where" and all(v.const_value is not None for v in node.inputs[1:]):
+            found[node.name] = "attention"
+    return found
+
+
+def shares(profile: str, graph: Any) -> dict[str, float]:
+    """Share of each kind of operator in the time of all kernels.
+
+    Args:
+        profile: file that ONNX Runtime wrote.
+        graph: `onnx_ir.Graph` that was run.
+    """
     spent: Counter[str] = Counter()
+    own = kinds_of(graph)
+    by_op = {op: kind for kind, ops in KINDS.items() for op in ops}
     for event in json.loads(Path(profile).read_text()):
         if event.get("cat") == "Node" and event["name"].endswith("kernel_time"):
-            op = event["args"]["op_name"]
-            spent[next((kind for kind, ops in KINDS.items() if op in ops), "other")] += event["dur"]
+            # A node that ONNX Runtime made of one has that one's name and a slash in front of its own.
+            name = event["name"].removesuffix("_kernel_time").partition("/")[0]
+            spent[own.get(name) or by_op.get(event["args"]["op_name"], "other")] += event["dur"]
     return {kind: round(ms / sum(spent.values()), 3) for kind, ms in spent.most_common()}
 
 
-def weight_bytes(bundle: Path, info: GraphInfo) -> tuple[int, int]:
+def weight_bytes(graph: Any) -> tuple[int, int]:
     """Bytes of the weights of a graph's products, and how many numbers they are."""
-    import onnx_ir as ir
-
-    graph = ir.load(bundle / info.file).graph
     weights = {}
     for node in graph:
         if node.op_type in KINDS["matrix products"]:
@@ -174,14 +212,15 @@ def main() -> None:
         for name in (t.TARGET, t.DRAFT):
             took, _ = passes(bundle, manifest, name, rows, arguments.context, None)
             _, session = passes(bundle, manifest, name, rows, arguments.context, Path(folder) / name)
-            size, numbers = weight_bytes(bundle, graph_of(manifest, name))
+            graph = ir.load(bundle / graph_of(manifest, name).file).graph
+            size, numbers = weight_bytes(graph)
             report[name] = {
                 "graph": graph_of(manifest, name).file,
                 "ms": round(float(np.median(took)), 2),
                 "weights_mb": round(size / 1e6, 1),
                 "reading_weights_ms": round(size / bandwidth / 1e6, 2),
                 "products_ms": round(2 * numbers * rows / speed / 1e6, 2),
-                "shares": shares(session.end_profiling()),
+                "shares": shares(session.end_profiling(), graph),
             }
     print(json.dumps(report, indent=2))
 

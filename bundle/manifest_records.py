@@ -11,6 +11,8 @@ from .tensors import CacheShape, DType, GraphIO
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+WEIGHT_FILE = "weights.bin"
+"""All large weights of a bundle's graphs."""
 _SUFFIX = ".onnx"
 INT8 = "int8"
 """Among a graph's passes, where its weights were rounded."""

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import backend_option, provider_option, remark_on_draft, threads_option, verify_rows_option
+from .shared import console_on_screen, was_given
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..bench.opened import BenchSettings
     from ..bench.prompts import PromptSet, RandomPrompts
 
@@ -107,7 +106,7 @@ def bench_command(
     from ..bench.chart import check_chart
     from ..bench.opened import BenchSettings
     from ..bench.peers import choose_peers
-    from ..bench.prompts import prompt_set
+    from ..bench.prompts import RANDOM, prompt_set
     from ..bundle.places import check_place
 
     asked = [*peers, *([all_peers] if all_peers else [])]
@@ -117,6 +116,8 @@ def bench_command(
         raise click.UsageError("--rows: belongs to --sweep; --verify-rows sets the rows of a run")
     if not asked and (target is not None or peer_cache is not None):
         raise click.UsageError("--target, --peer-cache: belong to --peer and --peers")
+    if prompts != RANDOM and was_given("seed"):
+        raise click.UsageError("--seed: belongs to --prompts random")
     check_place(json_file)
     check_chart(chart)
     chosen_peers = choose_peers(asked, target, peer_cache)
@@ -146,7 +147,7 @@ def _compare(
 
     with _Counter() as counter:
         report = compare(bundles, prompts, settings, *peers, progress=counter.told)
-    console = _console()
+    console = console_on_screen(_FILE_COLUMNS)
     for part in report_parts(report):
         console.print(part, soft_wrap=isinstance(part, str))
     for bundle in report["bundles"]:
@@ -172,7 +173,7 @@ def _sweep(
 
     with _Counter() as counter:
         report = sweep(bundles, prompts, settings, rows, progress=counter.told)
-    console = _console()
+    console = console_on_screen(_FILE_COLUMNS)
     for part in sweep_parts(report):
         console.print(part, soft_wrap=isinstance(part, str))
     if json_file is not None:
@@ -197,12 +198,3 @@ class _Counter:
 
     def __exit__(self, *error: object) -> None:
         self._status.stop()
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False, emoji=False, markup=False)
-    if not console.is_terminal:
-        console.width = _FILE_COLUMNS
-    return console

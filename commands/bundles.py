@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .shared import bundle_argument, progress_on_screen, prompts_from_file, text_from_file
+from .shared import bundle_argument, progress_on_screen, prompts_from_file, text_from_file, was_given
 
 _DTYPES = ("float32", "float16", "bfloat16")
 
@@ -55,17 +55,19 @@ def export_command(
     """Turn a target and its draft into a bundle."""
     from ..bundle.tensors import DType
 
+    if quantize is not None and dtype != "float32":
+        raise click.UsageError(f"--quantize {quantize} rounds float32 weights; leave --dtype {dtype} out")
+    if quantize is None and was_given("max_perplexity_ratio"):
+        raise click.UsageError("--max-perplexity-ratio: belongs to --quantize")
     if dry_run:
         from ..exporter.forecast import forecast_export
 
         forecast = forecast_export(target, draft, output, DType(dtype), max_length, progress_on_screen())
-        click.echo("\n".join(forecast.lines()))
+        click.echo("\n".join(forecast.lines(rounded=quantize is not None)))
         return
     if quantize is not None:
         from ..exporter.quantize.bundle import export_quantized
 
-        if dtype != "float32":
-            raise click.UsageError(f"--quantize {quantize} rounds float32 weights; leave --dtype {dtype} out")
         bits = int(quantize.removeprefix("int"))
         manifest = export_quantized(
             target, draft, output, max_length, max_perplexity_ratio, progress_on_screen(), bits, round_graph
@@ -124,6 +126,8 @@ def quantize_command(
         raise click.UsageError("--draft-vocabulary-text: say with --draft-vocabulary how many tokens to keep")
     if draft_vocabulary is None and int(bits) == FLOAT_BITS:
         raise click.UsageError(f"--bits {bits} rounds nothing: give --draft-vocabulary, or 8 or 4 bits")
+    if int(bits) == FLOAT_BITS and was_given("max_perplexity_ratio"):
+        raise click.UsageError(f"--max-perplexity-ratio: --bits {bits} rounds nothing; leave it out")
     words, said = (None if file is None else text_from_file(file) for file in (text, draft_vocabulary_text))
     manifest = quantize_bundle(
         bundle, output, words, max_perplexity_ratio, progress_on_screen(), int(bits), draft_vocabulary, said

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..exporter.progress import Progress
-
-_FILE_COLUMNS = 120
 
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
 
@@ -35,13 +34,27 @@ def text_from_file(file: Path) -> str:
         raise RequestError(f"text: {str(file)!r} cannot be read ({cause})") from cause
 
 
-def console_on_screen() -> Console:
-    """Standard output; in a file or a pipe, of a fixed width."""
+def was_given(name: str) -> bool:
+    """Whether a parameter of the command that runs was given, not left at its default.
+
+    Args:
+        name: as the command's function calls it.
+    """
+    source = click.get_current_context().get_parameter_source(name)
+    return source not in (None, ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
+
+
+def console_on_screen(file_columns: int = 120) -> Console:
+    """Standard output.
+
+    Args:
+        file_columns: the width, in a file or a pipe.
+    """
     from rich.console import Console
 
     console = Console(highlight=False, emoji=False, markup=False)
     if not console.is_terminal:
-        console.width = _FILE_COLUMNS
+        console.width = file_columns
     return console
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .background_hash import BackgroundHash
+from .page_cache import NOT_OFFERED
 
 with contextlib.suppress(ImportError):  # not on every system
     import fcntl
@@ -95,7 +95,7 @@ class BlockFile:
             try:
                 left = left[os.write(self._file, left) :]
             except OSError as cause:
-                if cause.errno != errno.EINVAL or not self._direct:
+                if cause.errno not in NOT_OFFERED or not self._direct:
                     raise
                 self._direct = self._set_direct(False)
 
@@ -108,7 +108,7 @@ class BlockFile:
         try:
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
         except OSError as cause:
-            if cause.errno != errno.EINVAL:
+            if cause.errno not in NOT_OFFERED:
                 raise
             return False
         return on

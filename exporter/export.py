@@ -17,6 +17,7 @@ from ..bundle.errors import OutputError, field_error
 from ..bundle.files import atomic_directory
 from ..bundle.manifest import (
     SCHEMA_VERSION,
+    WEIGHT_FILE,
     FileInfo,
     GraphInfo,
     Manifest,
@@ -37,7 +38,7 @@ from .tokenizer import tokenizer_to_bundle
 from .trace import graph_from_module
 from .tune.bundle import tuned_graphs
 from .tune.fuse_round import round_to_bundle
-from .weights import WEIGHT_FILE, Placed, WeightPlan, WeightWriter
+from .weights import Placed, WeightPlan, WeightWriter
 
 _LOG = logging.getLogger(__name__)
 _EXPORTED_WITH = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "safetensors", "gguf")

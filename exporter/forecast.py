@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from ..bundle.files import check_replaceable
+from ..bundle.labels import labels
 from ..bundle.tensors import DType
 from .export import checked_length, graph_with_weights
 from .families import pair_from_sources
@@ -17,8 +18,9 @@ from .pieces import PIECE_BYTES
 from .progress import NullProgress, Progress
 from .weights import WeightPlan
 
-# A piece as it was read and as it is written, with what is computed to check it.
-_PIECES_AT_ONCE = 4
+_OF_FLOAT32 = "those of the float32 bundle that is rounded; it lies beside the output until that is done"
+# Pieces that are read, wait, are checked and converted, and blocks that are hashed and written: as measured.
+_PIECES_AT_ONCE = 12
 # Only the weights can tell; found while they are written, and the output stays as it was.
 _UNSEEN = {
     DType.FLOAT32: "NaN or infinity in a weight",
@@ -58,17 +60,23 @@ class Forecast:
 
     @property
     def bytes(self) -> int:
-        """All that is written, tokenizer and manifest aside."""
+        """All that is written; tokenizer, manifest, tuned graphs and that of a round aside."""
         return self.weights_bytes + sum(self.graphs.values())
 
-    def lines(self) -> list[str]:
-        """For a screen: one fact a line, names in a column."""
+    def lines(self, rounded: bool = False) -> list[str]:
+        """For a screen: one fact a line, names in a column.
+
+        Args:
+            rounded: whether the weights are then rounded to int8 or int4.
+        """
         enough = "enough" if self.bytes <= self.free_bytes else "NOT ENOUGH: choose another disk"
         rows = [
             ("bundle", f"{self.name}, {self.dtype.value}, at most {self.max_length} tokens"),
             *((f"{name} graph", _size(size)) for name, size in self.graphs.items()),
             ("weights", _size(self.weights_bytes)),
             ("to write", f"{_size(self.bytes)}, and the tokenizer"),
+            ("not counted", "graphs tuned for the CPU, and of a round where asked for: some hundred kB each"),
+            *([("sizes", _OF_FLOAT32)] if rounded else []),
             ("free on disk", f"{_size(self.free_bytes)}, {enough}"),
             ("peak memory", f"about {_size(self.peak_memory_bytes)}"),
             ("caches", f"{_size(self.cache_bytes)} for one request of the longest sequence, when it runs"),
@@ -101,6 +109,7 @@ def forecast_export(
     weights, graphs = WeightPlan(), {}
     for graph in plan.graphs:
         model, _ = graph_with_weights(graph, pair, weights, progress)
+        model.metadata_props.update(labels(graph.name))  # as `graph_to_file` does
         graphs[graph.name] = ir.to_proto(model).ByteSize()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Forecast(

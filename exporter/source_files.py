@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..bundle.errors import CheckpointError
 from ..bundle.manifest import FileInfo
 from .background_hash import BackgroundHash
+from .page_cache import NOT_OFFERED
 
 if TYPE_CHECKING:
     import torch
@@ -53,10 +53,14 @@ class SourceFiles:
         return data
 
     def finish_hashing(self) -> dict[str, FileInfo]:
-        """Read what was not read, and give size and hash of each file by its name."""
+        """Read what was not read, and give size and hash of each file by its name.
+
+        Raises:
+            CheckpointError: one cannot be read, or is shorter than it was.
+        """
         infos = {}
         for path, digest in self._hashes.items():
-            size = path.stat().st_size
+            size = _size(path)
             self._hash_until(path, size)
             infos[path.name] = FileInfo(size, digest.hexdigest())
             digest.close()
@@ -74,6 +78,17 @@ class SourceFiles:
             self._hashed_bytes[path] += data.numel()
 
 
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as cause:
+        raise _unreadable(path, cause) from cause
+
+
+def _unreadable(path: Path, cause: OSError) -> CheckpointError:
+    return CheckpointError(f"{path.name}: cannot be read ({cause})")
+
+
 def _read(path: Path, offset: int, size: int, last: bool = False) -> torch.Tensor:
     """Read bytes, for the last time if so said: then past the page cache, where the system allows it.
 
@@ -84,7 +99,7 @@ def _read(path: Path, offset: int, size: int, last: bool = False) -> torch.Tenso
         if data is None:
             data = _read_as_usual(path, offset, size, last)
     except OSError as cause:
-        raise CheckpointError(f"{path.name}: cannot be read ({cause})") from cause
+        raise _unreadable(path, cause) from cause
     if data.numel() < size:
         raise CheckpointError(
             f"{path.name}: got {data.numel()} bytes from byte {offset} on, expected {size}; "
@@ -133,7 +148,7 @@ def _read_past_cache(path: Path, offset: int, size: int) -> torch.Tensor | None:
         finally:
             os.close(file)
     except OSError as cause:
-        if cause.errno == errno.EINVAL:  # not on every file system
+        if cause.errno in NOT_OFFERED:  # not on every file system
             return None
         raise
     data = blocks[:done][before : before + size]

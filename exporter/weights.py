@@ -7,13 +7,12 @@ load they share the pages that the file is mapped to.
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -21,10 +20,10 @@ import torch
 from torch import Tensor
 
 from ..bundle.errors import CheckpointError
+from ..bundle.manifest import WEIGHT_FILE
 from .block_file import BlockFile
 from .read_ahead import ReadAhead
-
-WEIGHT_FILE = "weights.bin"
+from .thread_settings import SETTINGS, one_torch_thread
 
 _IR_DTYPES = {
     torch.float32: "FLOAT",
@@ -34,9 +33,6 @@ _IR_DTYPES = {
 }
 _PAGE_BYTES = 4096
 _SMALL_BYTES = 1 << 20
-# How long a thread that runs Python may keep the others waiting. A block of weights takes twenty turns;
-# at Python's own 5 ms they get hardly anywhere beside a tracer.
-_TURN_S = 0.0005
 # Numbers converted at once. From one of these dtypes to the other, torch is faster by way of float32, as long
 # as that stays in the processor's cache; with fewer numbers, more turns would be needed.
 _AT_ONCE = 1 << 20
@@ -115,32 +111,31 @@ class WeightWriter(WeightPlan):
         self._written = 0
         self._sha256 = ""
         # One thread of torch's is fast enough for a disk; more would take the cores from the tracer.
-        one_thread = partial(torch.set_num_threads, 1)
-        self._reader: ReadAhead[Tensor] = ReadAhead(one_thread)
-        self._thread = ThreadPoolExecutor(1, initializer=one_thread)
+        self._reader: ReadAhead[Tensor] = ReadAhead(one_torch_thread)
+        self._thread = ThreadPoolExecutor(1, initializer=one_torch_thread)
         self._jobs: deque[tuple[Future[None], int]] = deque()
         self._given_up = threading.Event()
         self._wide = torch.empty(_AT_ONCE, dtype=torch.float32)
-        self._turn_s = sys.getswitchinterval()
+        self._ends = ExitStack()
+        self._ends.callback(self._file.close)
 
     def __enter__(self) -> WeightWriter:
         """Give the writer."""
-        sys.setswitchinterval(min(_TURN_S, self._turn_s))
+        self._ends.enter_context(SETTINGS.short_turns())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wait for the weights, or give them up after an error, and close the file."""
-        try:
-            if error is None:
-                _ = self.sha256
-        finally:
-            sys.setswitchinterval(self._turn_s)
-            self._given_up.set()
-            self._reader.close()
-            self._thread.shutdown(cancel_futures=True)
-            self._file.close()
+        with self._ends:  # after the threads: one that began later would change the settings again
+            try:
+                if error is None:
+                    _ = self.sha256
+            finally:
+                self._given_up.set()
+                self._reader.close()
+                self._thread.shutdown(cancel_futures=True)
 
     def check(self) -> None:
         """Raise what `finish` would, if it has happened already."""

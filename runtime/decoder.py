@@ -6,6 +6,7 @@ Nothing is kept between requests: caches, buffers and counters belong to the str
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -216,6 +217,7 @@ class Decoder:
         least = partial(least_rows, target.info.passes, exact=settings.exact)
         self._adaptive = None if settings.verify_rows else AdaptiveRows(most, least, counts)
         self._calibrated = False
+        self._calibrating = threading.Lock()
 
     @classmethod
     def open(
@@ -340,10 +342,13 @@ class Decoder:
         yield from run_alone(loop, job, pair, lane, policy)
 
     def _calibrate(self) -> None:
-        """Find out what passes cost, once."""
-        if self._adaptive is not None and not self._calibrated:
-            calibrate(self._pair(1, True), self.manifest.draft, self._adaptive)
-            self._calibrated = True
+        """Find out what passes cost, once, whichever of several streams comes first; the others wait."""
+        if self._adaptive is None:
+            return
+        with self._calibrating:
+            if not self._calibrated:
+                calibrate(self._pair(1, True), self.manifest.draft, self._adaptive)
+                self._calibrated = True
 
     def generate(
         self, prompt: Prompt, max_new_tokens: int = MAX_NEW_TOKENS, **options: Unpack[RequestOptions]

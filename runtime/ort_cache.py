@@ -118,7 +118,7 @@ class OrtCache:
         self.batch = batch
         self._infos, self._device, self._whole = infos, device, whole
         self.slots = capacity
-        self.tensors: dict[str, OrtTensor] = {info.name: self._tensor(info) for info in infos}
+        self.tensors = {info.name: self._tensor(info, capacity) for info in infos}
         self.buffers: dict[str, Block] = {}
         self.bindings: dict[tuple[int, int, tuple[str, ...]], tuple[Any, Bound]] = {}
         if whole:  # the memory of all slots could be had; a page that nobody touched took none
@@ -150,8 +150,8 @@ class OrtCache:
             if tensor.block.host is None:
                 tensor.block.write(whole.reshape(-1))
 
-    def _tensor(self, info: TensorInfo) -> OrtTensor:
-        sizes = {BATCH: self.batch, CAPACITY: self.slots}
+    def _tensor(self, info: TensorInfo, slots: int) -> OrtTensor:
+        sizes = {BATCH: self.batch, CAPACITY: slots}
         shape = tuple(sizes[axis] if isinstance(axis, str) else axis for axis in info.axes)
         return OrtTensor(Block(info.dtype, math.prod(shape), self._device), shape)
 
@@ -160,20 +160,24 @@ class OrtCache:
         return min(round_up(slots, max(KV_BUCKET, round_up(slots // 8, KV_BUCKET))), self.capacity)
 
     def _resize(self, slots: int, kept: int) -> None:
-        """Make the caches longer or shorter; of each lane the first `kept` slots stay."""
-        self.slots = slots
-        self.bindings.clear()  # the memory moves
+        """Make the caches longer or shorter; of each lane the first `kept` slots stay.
+
+        Raises:
+            EngineError: there is no memory; the caches are as they were.
+        """
+        made = {}
         try:
             for info in self._infos:
-                old, new = self.tensors[info.name], self._tensor(info)
+                new = made[info.name] = self._tensor(info, slots)
                 if kept:
-                    new.to_host()[:, :, :kept] = old.to_host()[:, :, :kept]
-                self.tensors[info.name] = new
+                    new.to_host()[:, :, :kept] = self.tensors[info.name].to_host()[:, :, :kept]
         except MemoryError as cause:
             raise EngineError(
                 f"caches: no memory for {self.batch} x {slots} slots; lower max_new_tokens, max_length or "
                 "the number of requests at once"
             ) from cause
+        self.tensors, self.slots = made, slots
+        self.bindings.clear()  # the memory moved
 
 
 def onnxruntime() -> Any:

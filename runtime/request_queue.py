@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 
@@ -58,13 +60,35 @@ class RequestQueue:
             BusyError: there is no room.
             DflashError: the queue is closed.
         """
+        with self._in_line(entry, wait_s) as place:
+            self._enter(entry, place)
+
+    def join_in_time(self, entry: Entry) -> bool:
+        """`join`, for who waits for room as long as the request has time.
+
+        Returns:
+            Whether it is in. If not, its time is over: it counts as let in, and the caller has to end it.
+
+        Raises:
+            DflashError: the queue is closed.
+        """
+        with self._in_line(entry, math.inf) as place:
+            if self.closed is None and not self._may_enter(place):
+                self.entered += 1
+                return False
+            self._enter(entry, place)
+            return True
+
+    @contextmanager
+    def _in_line(self, entry: Entry, wait_s: float) -> Iterator[_Place]:
+        """Wait for room, a closed queue, or the end of the time; holds the lock inside."""
         timeout = _timeout(entry, wait_s)
         place = _Place()
         with self.changed:
             self._line.append(place)
             try:
                 self.changed.wait_for(lambda: self.closed is not None or self._may_enter(place), timeout)
-                self._enter(entry, place)
+                yield place
             finally:
                 self._line.remove(place)
                 self.notify()

@@ -132,7 +132,7 @@ class Service:
 
         Raises:
             RequestError: it cannot be served, or the service is closed.
-            BusyError: there is no room in the queue.
+            BusyError: there is no room in the queue, until `wait_s` or `deadline_s` was over.
             TypeError: an option has no such name.
             EngineError: the service has stopped, because its engines cannot be used any more.
         """
@@ -167,9 +167,18 @@ class Service:
         deadline_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generation:
-        """Submit and wait for the whole answer; waits as long as it takes for room in the queue."""
+        """Submit and wait for the whole answer; waits as long as it takes for room in the queue.
+
+        If `deadline_s` is over before there is room, the answer has no tokens, and `FinishReason.DEADLINE`.
+
+        Raises:
+            RequestError, TypeError, EngineError: see `submit`, or the request failed.
+        """
         request = request_from_call(Service.generate, prompt, max_new_tokens, options)
-        return self._submit(request, deadline_s, math.inf).result()
+        entry = self._entry(request, None, deadline_s, math.inf)
+        if not self._queue.join_in_time(entry):
+            self._never_ran(entry, FinishReason.DEADLINE)
+        return Ticket(entry, self._cancel).result()
 
     def session(self) -> Session:
         """Begin a conversation whose requests reuse what they have in common with the one before."""

@@ -23,8 +23,10 @@ class ServiceSettings:
     Attributes:
         max_requests: most requests that run at once; each has a part of the caches.
         max_waiting: most requests that wait; one more is refused with BusyError.
-        max_length: longest sequence in tokens, prompt and output; None takes the bundle's. Caches are
-            allocated for it, for each of `max_requests`.
+        max_length: longest sequence in tokens, prompt and output; None takes the bundle's. Each of
+            `max_requests` may fill caches of this length. They are allocated when the service opens; but
+            where the target's graph looks at whole caches (`target.cpu-batch`, say), they begin short and
+            grow, so that an EngineError for memory can come while serving.
         kv_budget_bytes: most memory for keys and values, of running requests and of sessions between their
             requests; None allows the sessions together as much as the running ones.
         verify_rows: rows the target verifies in a round; None chooses for each round what promises the most
@@ -44,7 +46,7 @@ def scheduler_from_settings(decoder: Decoder, settings: ServiceSettings) -> tupl
     """Allocate lanes over a decoder's engines.
 
     Returns:
-        The scheduler; bytes of keys and values of its lanes; bytes that are left for sessions.
+        The scheduler; bytes of keys and values of its lanes, at most; bytes that are left for sessions.
 
     Raises:
         RequestError: a setting is out of range, or the caches do not fit into the budget.

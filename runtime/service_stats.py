@@ -39,7 +39,7 @@ class ServiceStats:
         cycles: rounds of the service.
         cycle_requests: requests in them, summed: over `cycles` it is the mean batch.
         busy_ms: time in them.
-        lanes_bytes: memory of the running requests' caches, used or not.
+        lanes_bytes: memory of the running requests' caches, used or not; the most of caches that grow.
         kept_bytes: memory that sessions between their requests take now.
         kept_sessions: how many these are.
         evictions: sessions whose cache was given up for want of room.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...bundle.errors import ProviderError, RequestError, field_error
+from .checkpoint import is_gguf
 
 ALL_INSTALLED = "all-installed"
 
@@ -110,12 +111,15 @@ def choose_peers(names: Sequence[str], target: Path | None, cache: Path | None) 
             "give another --target",
         )
     if ALL_INSTALLED in names:
-        fits = [n for n in PEERS if not missing_packages(n) and not _misfit(n, target)]
-        chosen += [name for name in fits if name not in chosen]
-        if not chosen:
+        installed = [name for name in PEERS if not missing_packages(name)]
+        if not installed:
             raise ProviderError(
                 f"peers: none of {', '.join(PEERS)} is installed; {PEERS['llama.cpp'].install}"
             )
+        chosen += [name for name in installed if name not in chosen and not _misfit(name, target)]
+        if not chosen:
+            takes_most = max(installed, key=lambda name: PEERS[name].takes is Takes.ANY)
+            raise RequestError(_misfit(takes_most, target))
     for name in chosen:
         if problem := _misfit(name, target):
             raise RequestError(problem)
@@ -128,9 +132,8 @@ def choose_peers(names: Sequence[str], target: Path | None, cache: Path | None) 
 
 def _misfit(name: str, target: Path) -> str:
     """Why a program cannot read a target; empty if it can."""
-    is_gguf = target.is_file() and target.suffix == ".gguf"
     is_folder = (target / "config.json").is_file()
     takes = PEERS[name].takes
-    if is_gguf or (is_folder and takes is Takes.ANY):
+    if (target.is_file() and is_gguf(target)) or (is_folder and takes is Takes.ANY):
         return ""
     return f"peer {name}: got the target {str(target)!r}, expected {takes.value}; give another --target"

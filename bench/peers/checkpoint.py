@@ -13,7 +13,7 @@ from typing import Any
 
 def is_gguf(target: Path) -> bool:
     """Whether a checkpoint is a single GGUF file."""
-    return target.suffix == ".gguf"
+    return target.suffix.lower() == ".gguf"
 
 
 def from_pretrained(loader: Any, target: Path, **options: Any) -> Any:

@@ -13,9 +13,7 @@ from .compare import Values
 from .graphs import Array, BundleGraph, DraftGraph, TargetGraph
 from .inputs import Sample
 from .report import StageReport
-from .tolerances import Tolerance
-
-SAME_BITS = Tolerance(relative=0.0, why="the same operators in the same order, in one graph")
+from .tolerances import SAME_BITS
 
 
 class RoundStages:

@@ -46,6 +46,13 @@ class Tolerance:
     why: str = ""
 
 
+SAME_BITS = Tolerance(
+    relative=0.0,
+    why="tuned graphs and the whole round: the same operations on the same numbers, sums in the same order; "
+    "the tokens must be the same, too",
+)
+"""For graphs of one bundle that are held against each other, whatever its dtype."""
+
 _SAME = Tolerance(why="settings are equal or they are not")
 _EXACT_OPERATOR = Tolerance(
     relative=2e-5, cosine=1e-10, why="float32 in every bundle, given the same inputs; a sum of a few products"

@@ -11,9 +11,7 @@ from .compare import Values
 from .graphs import DraftGraph, TargetGraph
 from .inputs import Sample, passes
 from .report import StageReport
-from .tolerances import Tolerance
-
-SAME_BITS = Tolerance(relative=0.0, why="the same sums in the same order: the tokens must be the same, too")
+from .tolerances import SAME_BITS
 
 
 class TunedStages:

@@ -17,6 +17,7 @@ from ...bundle.errors import BundleError, OutputError, RequestError, Unsupported
 from ...bundle.files import atomic_directory, check_writable, safe_path
 from ...bundle.manifest import (
     INT8,
+    WEIGHT_FILE,
     GraphInfo,
     Manifest,
     QuantizationInfo,
@@ -28,12 +29,10 @@ from ...bundle.manifest import (
 )
 from ...bundle.round_graph import ROUND
 from ...bundle.tensors import DRAFT, TARGET, DType
-from ..export import export_bundle
 from ..progress import NullProgress, Progress
 from ..save_graph import graph_to_file
 from ..tune.bundle import tuned_graphs
 from ..tune.fuse_round import round_to_bundle
-from ..weights import WEIGHT_FILE
 from .draft_vocabulary import check_size, likeliest, reduced
 from .int4 import BLOCK
 from .int8 import DOMAIN
@@ -167,6 +166,8 @@ def export_quantized(
     Raises:
         As `export_bundle` and `quantize_bundle`.
     """
+    from ..export import export_bundle  # it loads torch, which `quantize_bundle` does without
+
     output = Path(output)
     check_writable(output)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from ..weights import WEIGHT_FILE
+from ...bundle.manifest import WEIGHT_FILE
 
 SMALL_BYTES = 1024
 """What is not larger stays in the graph."""

@@ -31,7 +31,7 @@ _DTYPES = (DType.FLOAT32, DType.FLOAT16)  # what ONNX Runtime computes on the CP
 
 
 def tuned_graphs(
-    directory: Path, target: GraphInfo, cache: CacheShape, draft: GraphInfo | None = None
+    directory: Path, target: GraphInfo, cache: CacheShape, draft: GraphInfo
 ) -> dict[str, GraphInfo]:
     """Write the tuned graphs beside the portable ones, over the same weights.
 
@@ -39,7 +39,7 @@ def tuned_graphs(
         directory: the bundle.
         target: its target graph.
         cache: the target's caches.
-        draft: its draft graph, if that is to be tuned, too.
+        draft: its draft graph.
 
     Returns:
         By name what was written; nothing where no pass applies.
@@ -49,7 +49,7 @@ def tuned_graphs(
     made = {
         ALONE: _target(directory, target, cache, ALONE),
         TOGETHER: _target(directory, target, cache, TOGETHER),
-        DRAFT_ALONE: None if draft is None else _draft(directory, draft),
+        DRAFT_ALONE: _draft(directory, draft),
     }
     return {name: info for name, info in made.items() if info is not None}
 

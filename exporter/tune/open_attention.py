@@ -51,7 +51,10 @@ def _can(node: ir.Node) -> bool:
     if len(node.inputs) > 4 or set(node.attributes) != {"scale"} or mask.dtype != ir.DataType.BOOL:
         return False
     floats = all(value.dtype == ir.DataType.FLOAT for value in (query, keys, values))
-    return floats and mask.shape[1] == 1 and _heads(query) % _heads(keys) == 0
+    if not floats or mask.shape[1] != 1 or values.shape is None or query.shape is None:
+        return False
+    alike = _heads(values) == _heads(keys) and values.shape[3] == query.shape[3]
+    return alike and _heads(query) % _heads(keys) == 0
 
 
 def _heads(value: ir.Value) -> int:

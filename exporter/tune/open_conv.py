@@ -42,9 +42,9 @@ def open_conv(model: ir.Model) -> bool:
     convs = [conv for conv in map(_conv, nodes) if conv is not None]
     if not convs or len(convs) < len(nodes):
         return False
-    pairs: dict[ir.Value, list[_Conv]] = defaultdict(list)
+    pairs: dict[tuple[ir.Value, ir.Value], list[_Conv]] = defaultdict(list)
     for conv in convs:
-        pairs[conv.deltas].append(conv)
+        pairs[conv.deltas, conv.bases].append(conv)
     for pair in pairs.values():
         coefficients = _coefficients(graph, pair[0])
         taps = len(coefficients) // _PAIR

@@ -24,10 +24,11 @@ from dflash_deploy.bench.own import Length
 from dflash_deploy.bench.peers import PEERS
 from dflash_deploy.bench.peers.client import PeerPlace
 from dflash_deploy.bench.prompts import PromptSet, RandomPrompts
-from dflash_deploy.bench.sweep import sweep
+from dflash_deploy.bench.sweep import _bits, sweep
 from dflash_deploy.bench.table import report_parts, sweep_parts
 from dflash_deploy.bundle.errors import RequestError
 from dflash_deploy.bundle.manifest import file_info, manifest_from_bundle, manifest_to_file
+from dflash_deploy.bundle.manifest_records import QuantizationInfo
 from dflash_deploy.cli import cli
 from dflash_deploy.runtime.decoder import Decoder
 from dflash_deploy.runtime.stats import Mode
@@ -169,11 +170,17 @@ def test_a_sweep_has_a_cell_for_everything(bundles):
         (length, name, rows) for length in (16, 32) for name in ("one", "two") for rows in (2, 3, "adaptive")
     ]
     assert all(cell["tokens_identical"] and cell["tokens_per_s"] > 0 for cell in cells)
-    assert all(cell["dtype"] == "float32" and not cell["quantized"] for cell in cells)
+    assert all((c["dtype"], c["quantized"], c["bits"]) == ("float32", False, None) for c in cells)
     text = printed(sweep_parts(report))
     assert "one (float32): tokens/s by rows" in text
     assert "identical to plain in all cells" in text
     assert text.count("*\n") + text.count("* ") >= 4
+    for name, bits in (("one", 4), ("two", 8)):
+        for cell in (cell for cell in cells if cell["bundle"] == name):
+            cell.update(quantized=True, bits=bits)
+    text = printed(sweep_parts(report))
+    assert "one (int4): tokens/s by rows" in text
+    assert "two (int8): tokens/s by rows" in text
     cells[0]["tokens_identical"] = False
     assert "NOT IDENTICAL to plain in 1 cells" in printed(sweep_parts(report))
     plain = sweep(bundles[:1], PROMPTS, BenchSettings(max_new_tokens=4, threads=1))["cells"]
@@ -182,6 +189,16 @@ def test_a_sweep_has_a_cell_for_everything(bundles):
     for rows, words in (((99,), "rows: got 99, expected 2 to"), ((2, 2), "expected each once")):
         with pytest.raises(RequestError, match=words):
             sweep(bundles[:1], PROMPTS, settings, rows=rows)
+
+
+@pytest.mark.parametrize(("passes", "bits"), [(("int4", "smooth", "int8"), 4), (("smooth", "int8"), 8)])
+def test_a_cell_says_how_many_bits_the_layers_weights_have(bundles, passes, bits):
+    manifest = manifest_from_bundle(bundles[0])
+    assert _bits(manifest) is None
+    target = replace(manifest.graphs["target"], passes=passes)
+    rounding = QuantizationInfo("in words", 30.0, 1.01, 0.9, 600, "0" * 64)
+    rounded = replace(manifest, quantization=rounding, graphs={**manifest.graphs, "target": target})
+    assert _bits(rounded) == bits
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_deploy.bench.measure import Task
 from dflash_deploy.bench.peers import ALL_INSTALLED, PEERS, PeerKind, choose_peers
-from dflash_deploy.bench.peers.checkpoint import fingerprint, made_once
+from dflash_deploy.bench.peers.checkpoint import fingerprint, is_gguf, made_once
 from dflash_deploy.bench.peers.client import PeerPlace, PeerWay, open_peers
 from dflash_deploy.bench.peers.protocol import Answer, OpenRequest
 from dflash_deploy.bench.peers.worker import serve
@@ -120,6 +120,24 @@ def test_programs_are_checked_before_anything_is_opened(fake_peer, monkeypatch, 
     ):
         with pytest.raises(RequestError, match=words):
             choose_peers(names, target, None)
+
+
+def test_a_target_that_no_program_reads_is_told_as_that(monkeypatch, tmp_path):
+    """Not as a program that is missing."""
+    for name, kind in PEERS.items():
+        monkeypatch.setitem(PEERS, name, PeerKind(**{**vars(kind), "needs": ("json",)}))
+    with pytest.raises(RequestError, match=r"got the target .* expected a .gguf file or a Hugging"):
+        choose_peers([ALL_INSTALLED], tmp_path, tmp_path)
+    for name, kind in PEERS.items():
+        needs = "json" if name == "llama.cpp" else "no_such_package"
+        monkeypatch.setitem(PEERS, name, PeerKind(**{**vars(kind), "needs": (needs,)}))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RequestError, match=r"peer llama.cpp: got the target .*, expected a .gguf file; give"):
+        choose_peers([ALL_INSTALLED], tmp_path, tmp_path)
+    loud = tmp_path / "T.GGUF"
+    loud.write_text("")
+    assert choose_peers([ALL_INSTALLED], loud, None) == ["llama.cpp"]
+    assert is_gguf(loud)
 
 
 def test_a_program_that_is_missing_is_an_error_with_its_pip_line(monkeypatch, tmp_path):

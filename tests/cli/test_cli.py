@@ -19,6 +19,10 @@ def _run(*arguments: object) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
+_EXPORT = ("export", "--target", "none", "--draft", "none", "--output", "o")
+_QUANTIZE = ("quantize", "none", "--output", "o")
+
+
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
     directory = tmp_path / "bundle"
@@ -212,6 +216,39 @@ def test_a_missing_checkpoint_in_a_fresh_process(tmp_path, arguments):
     assert "dflash: " in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("bench", "b", "--seed", 0), "--seed: belongs to --prompts random"),
+        (("bench", "b", "--prompts", "demo", "--seed", 1), "--seed: belongs to --prompts random"),
+        ((*_EXPORT, "--max-perplexity-ratio", 1.02), "--max-perplexity-ratio: belongs to --quantize"),
+        ((*_EXPORT, "--quantize", "int8", "--dtype", "float16"), "--quantize int8 rounds float32 weights"),
+        (
+            (*_EXPORT, "--dry-run", "--quantize", "int4", "--dtype", "float16"),
+            "--quantize int4 rounds float32 weights; leave --dtype float16 out",
+        ),
+        (
+            (*_EXPORT, "--dry-run", "--max-perplexity-ratio", 2),
+            "--max-perplexity-ratio: belongs to --quantize",
+        ),
+        (
+            (*_QUANTIZE, "--bits", 32, "--draft-vocabulary", 9, "--max-perplexity-ratio", 1.02),
+            "--max-perplexity-ratio: --bits 32 rounds nothing",
+        ),
+    ],
+)
+def test_options_that_would_be_ignored_are_the_users_fault(arguments, words):
+    result = _run(*arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_options_at_their_defaults_are_no_fault(bundle):
+    """They go on to what is wrong in fact."""
+    for arguments in (("bench", bundle, "--prompts", "random", "--seed", 3), (*_EXPORT, "--dry-run")):
+        assert "Usage" not in _run(*arguments).stderr
 
 
 def test_unknown_options_are_the_users_fault():

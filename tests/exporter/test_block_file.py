@@ -16,6 +16,7 @@ from dflash_deploy.exporter import block_file
 from dflash_deploy.exporter.block_file import BlockFile
 
 BLOCK = 8192
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 @pytest.fixture(autouse=True)
@@ -46,19 +47,23 @@ def test_it_holds_what_was_put_in(size: int, step: int, tmp_path: Path) -> None:
     check_written(tmp_path / "file", size, step)
 
 
-def test_a_file_system_that_cannot_skip_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", REFUSALS)
+def test_a_file_system_that_cannot_skip_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     real = fcntl.fcntl
 
     def refusing(file: int, command: int, flags: int = 0) -> int:
         if command == fcntl.F_SETFL and flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(number, "refused")
         return real(file, command, flags)
 
     monkeypatch.setattr(block_file.fcntl, "fcntl", refusing)
     check_written(tmp_path / "file", 3 * BLOCK + 5, BLOCK)
 
 
-def test_a_disk_with_other_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", REFUSALS)
+def test_a_disk_with_other_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """It says so when the first block is written; what it took until then is not written twice."""
     real, refused = os.write, []
 
@@ -67,7 +72,7 @@ def test_a_disk_with_other_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             if not refused:
                 refused.append(1)
                 return real(file, data[:4096])
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(number, "refused")
         return real(file, data)
 
     direct = BlockFile(tmp_path / "probe")

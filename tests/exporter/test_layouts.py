@@ -75,7 +75,16 @@ def test_links_and_shards_give_plain_files_of_the_sizes_that_were_forecast(
     assert forecast.weights_bytes == (bundle / "weights.bin").stat().st_size
     assert forecast.max_length == manifest.max_length
     text = "\n".join(forecast.lines())
-    for part in ("target graph", "free on disk", ", enough", "peak memory", "beyond float16's range"):
+    assert "those of the float32 bundle" not in text
+    assert "those of the float32 bundle" in "\n".join(forecast.lines(rounded=True))
+    for part in (
+        "target graph",
+        "not counted    graphs tuned",
+        "free on disk",
+        ", enough",
+        "peak memory",
+        "beyond float16's range",
+    ):
         assert part in text
 
     assert not [path for path in bundle.rglob("*") if path.is_symlink()]

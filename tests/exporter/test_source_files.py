@@ -91,6 +91,9 @@ def test_a_file_that_became_shorter_is_refused(contents: dict[Path, bytes]) -> N
     first.unlink()
     with pytest.raises(CheckpointError, match="a: cannot be read"):
         source.read(first, 0, 1)
+    source.start_hashing()
+    with pytest.raises(CheckpointError, match="a: cannot be read"):
+        source.finish_hashing()
 
 
 @pytest.mark.parametrize("can_skip_cache", [True, False])
@@ -115,9 +118,12 @@ def test_past_the_cache_or_not_the_bytes_are_the_same(
                 assert read.data_ptr() % 8 == 0
 
 
-def test_a_file_system_that_always_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP])
+def test_a_file_system_that_always_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def refused(*_: Any) -> int:
-        raise OSError(errno.EINVAL, "Invalid argument")
+        raise OSError(number, "refused")
 
     monkeypatch.setattr(source_files, "_LARGE_BYTES", 1)
     monkeypatch.setattr(source_files.os, "preadv", refused)

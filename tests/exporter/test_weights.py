@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 from dflash_deploy.bundle.errors import CheckpointError
+from dflash_deploy.bundle.manifest import WEIGHT_FILE
 from dflash_deploy.exporter import pieces as pieces_module
 from dflash_deploy.exporter.checkpoint import SafetensorsCheckpoint, checkpoint_from_source
 from dflash_deploy.exporter.pieces import pieces
-from dflash_deploy.exporter.weights import WEIGHT_FILE, WeightWriter
+from dflash_deploy.exporter.weights import WeightWriter
 
 NAME = "embed"
 SOURCE = "folder: a.weight"
@@ -172,6 +173,39 @@ def test_threads_take_short_turns_only_meanwhile(tmp_path: Path, error: BaseExce
         if error is not None:
             raise error
     assert sys.getswitchinterval() == before
+
+
+def test_the_last_of_several_exports_makes_turns_long_again(tmp_path: Path) -> None:
+    before = sys.getswitchinterval()
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    first, second = map(WeightWriter, folders)
+    first.__enter__()
+    second.__enter__()
+    short = sys.getswitchinterval()
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() == short < before
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == before
+
+
+def test_threads_made_later_compute_with_as_many_as_before(tmp_path: Path) -> None:
+    def in_new_thread() -> int:
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with WeightWriter(tmp_path) as writer:
+            writer.add("target.a", torch.float32, (4,), iter([torch.ones(4)]), SOURCE)
+        assert torch.get_num_threads() == in_new_thread() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_error_while_reading_is_the_writers(tmp_path: Path) -> None:

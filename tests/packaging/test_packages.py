@@ -182,6 +182,7 @@ def _loaded(code: str) -> set[str]:
             if file.stem != "__init__"
         ),
         (f"import {NAME}; {NAME}.Decoder", HEAVY),
+        (f"import {NAME}.exporter.quantize.bundle", set(HEAVY) - {"onnx", "onnx_ir"}),
     ],
 )
 def test_importing_costs_little(code, absent):

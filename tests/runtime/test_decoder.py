@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dflash_deploy.bundle.errors import EngineError, RequestError
 from dflash_deploy.bundle.limits import PREFILL_ROWS
+from dflash_deploy.runtime import decoder as decoder_module
 from dflash_deploy.runtime.accept import FinishReason
 from dflash_deploy.runtime.stats import Mode
 from toy_engines import (
@@ -564,3 +565,25 @@ def test_a_target_that_is_not_finite_is_an_error_and_not_token_0(mode, at):
     stream = decoder.stream(PROMPT, 60, mode=mode)
     with pytest.raises(EngineError, match=r"target logits: row \d of the round holds NaN or infinity"):
         list(stream)
+
+
+def test_what_passes_cost_is_found_out_once_whoever_comes_first(monkeypatch):
+    """Two streams begin at once; neither decodes before it is known."""
+    asked, go_on = [], threading.Event()
+
+    def slow(*_):
+        asked.append(1)
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(decoder_module, "calibrate", slow)
+    decoder = toy_decoder().with_settings(verify_rows=None)
+    streams = [decoder.stream(PROMPT, 8) for _ in range(2)]
+    firsts = [threading.Thread(target=next, args=(stream,)) for stream in streams]
+    for thread in firsts:
+        thread.start()
+    firsts[1].join(0.2)
+    assert all(thread.is_alive() for thread in firsts)
+    go_on.set()
+    for thread in firsts:
+        thread.join(30)
+    assert len(asked) == 1

@@ -76,12 +76,27 @@ def test_what_was_saved_goes_back_into_a_shorter_one():
     assert not any(part.any() for part in other.save(0, 400))
 
 
-def test_no_memory_is_an_error_that_says_what_to_do(monkeypatch):
-    made = cache()
+@pytest.mark.parametrize("enough_for", [0, 1])
+def test_no_memory_is_an_error_that_says_what_to_do_and_leaves_the_cache_as_it_was(monkeypatch, enough_for):
+    made, real, blocks = cache(), ort_cache.Block, []
+    values = fill(made, KV_BUCKET)
+    made.bindings[0, 1, ()] = (None, {})
 
-    def none(*_):
-        raise MemoryError
+    def scarce(*asked):
+        if len(blocks) == enough_for:
+            raise MemoryError
+        blocks.append(real(*asked))
+        return blocks[-1]
 
-    monkeypatch.setattr(ort_cache, "Block", none)
+    monkeypatch.setattr(ort_cache, "Block", scarce)
     with pytest.raises(EngineError, match=r"no memory for 3 x 1000 slots; lower max_new_tokens"):
         made.slots_for(1000, 1000)
+    assert made.slots == made.slots_for(KV_BUCKET, KV_BUCKET) == KV_BUCKET
+    assert made.bindings
+    monkeypatch.undo()
+    for slots in (KV_BUCKET, 1000):
+        assert made.slots_for(slots, slots) == slots
+        for tensor, value in zip(made.tensors.values(), values, strict=True):
+            assert tensor.shape == (3, 2, slots, 3)
+            np.testing.assert_array_equal(tensor.to_host()[:, :, :KV_BUCKET], value)
+    assert not made.bindings

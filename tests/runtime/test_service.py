@@ -287,6 +287,21 @@ def test_a_deadline_ends_what_waits():
     assert running.result(0).finish_reason is FinishReason.LENGTH
 
 
+def test_a_deadline_ends_a_caller_who_waits_for_room():
+    service = still_service(toy_decoder(), max_requests=1, max_waiting=0)
+    running = service.submit(PROMPT, 4)
+    late = service.generate([1], 4, deadline_s=0.02)
+    assert (late.finish_reason, late.ids, late.text) == (FinishReason.DEADLINE, (), "")
+    assert not service._queue._line
+    stats = service.stats()
+    assert (stats.submitted, stats.refused, stats.waiting) == (2, 0, 1)
+    assert stats.finished == {"deadline": 1}
+    assert complete(service, running).ids == tuple(greedy(PROMPT, 4))
+    service.close()
+    with pytest.raises(RequestError, match="closed"):
+        service.generate([1], 4, deadline_s=0.02)
+
+
 def test_a_deadline_that_passed_before_the_first_round_gives_no_tokens(monkeypatch):
     """Even if it did so behind the turn's own look at the clock."""
     service = still_service(toy_decoder())

@@ -181,7 +181,7 @@ def test_families(family, config, expected, tmp_path):
     tiny_target(31, tmp_path / "target", family, **drawn)
     spec, untuned = graph_alone(tmp_path / "target", tmp_path / "graph")
     info, cache = untuned._graph.info, untuned._cache
-    tuned = tuned_graphs(tmp_path / "graph", info, cache)
+    tuned = tuned_graphs(tmp_path / "graph", info, cache, _draft_without_work(tmp_path / "graph", info))
     assert list(tuned) == expected
     ids, more = (RANDOM.integers(0, spec.vocab_size, (2, rows)) for rows in (30, 5))
     found = []
@@ -195,6 +195,14 @@ def test_families(family, config, expected, tmp_path):
     assert spec.num_layers == 3
 
 
+def _draft_without_work(folder, like):
+    """A graph in which no pass of the draft's finds anything."""
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
+    graph = onnx.helper.make_graph([], "draft", [value], [value])
+    onnx.save(onnx.helper.make_model(graph), folder / "draft.onnx")
+    return replace(like, file="draft.onnx", passes=())
+
+
 def _alone(folder, info, cache):
     graph = TargetGraph.__new__(TargetGraph)
     super(TargetGraph, graph).__init__(folder, info, cache)
@@ -205,7 +213,7 @@ def _alone(folder, info, cache):
 def test_a_dtype_that_the_cpu_does_not_compute_is_not_tuned(bundle, tmp_path):
     manifest = manifest_from_bundle(bundle)
     cache = replace(manifest.target.cache, dtype=DType.BFLOAT16)
-    assert tuned_graphs(tmp_path, manifest.graphs[t.TARGET], cache) == {}
+    assert tuned_graphs(tmp_path, manifest.graphs[t.TARGET], cache, manifest.graphs[t.DRAFT]) == {}
     assert not list(tmp_path.iterdir())
 
 
