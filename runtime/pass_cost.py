@@ -23,7 +23,9 @@ class PassCost:
 
     table: dict[tuple[int, int], float] = field(default_factory=dict)
     pace: float = 1.0
-    _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)  # asked for every round
+    _known: dict[tuple[int, int], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # of the table; asked for every round
 
     def measure(self, requests: int, rows: int, took_ms: float) -> None:
         """Put a pass into the table; of the same size the fastest counts."""

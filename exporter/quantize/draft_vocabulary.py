@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ...bundle import tensors as t
 from ...bundle.errors import RequestError, UnsupportedError, field_error
 from ...bundle.manifest import DRAFT_VOCABULARY, DraftInfo, GraphInfo, Manifest, ProposalLaw
+from ..nodes import constant
 from .linear import array_of, weight_name
 from .measure import expected_counts
 
@@ -95,7 +96,7 @@ def reduce_draft(model: ir.Model, head: str, ids: Ids) -> None:
     if product is None:
         raise UnsupportedError("draft_vocabulary: the draft's head is not the target's; leave it out")
     weight = array_of(product.inputs[1])
-    product.replace_input_with(1, _stored(graph, HEAD, np.ascontiguousarray(weight[ids])))
+    product.replace_input_with(1, constant(graph, HEAD, np.ascontiguousarray(weight[ids])))
     _shorten(product.outputs[0], len(weight), len(ids))
     _to_target_ids(graph, _choice(graph), ids)
 
@@ -151,7 +152,7 @@ def _to_target_ids(graph: ir.Graph, chosen: ir.Value, ids: Ids) -> None:
     """Put a look-up of the target's ids behind `chosen`; it takes over the name and all uses."""
     node = chosen.producer()
     assert node is not None
-    mapped = ir.node("Gather", [_stored(graph, _IDS, ids), chosen], {"axis": 0}, name=f"{_IDS}.Gather")
+    mapped = ir.node("Gather", [constant(graph, _IDS, ids), chosen], {"axis": 0}, name=f"{_IDS}.Gather")
     new = mapped.outputs[0]
     chosen.replace_all_uses_with(new, replace_graph_outputs=True)
     mapped.replace_input_with(1, chosen)
@@ -159,17 +160,6 @@ def _to_target_ids(graph: ir.Graph, chosen: ir.Value, ids: Ids) -> None:
     name, chosen.name = chosen.name, f"{chosen.name}.draft"
     new.name = name
     graph.insert_after(node, mapped)
-
-
-def _stored(graph: ir.Graph, name: str, array: NDArray[np.generic]) -> ir.Value:
-    value = ir.Value(
-        name=name,
-        shape=ir.Shape(array.shape),
-        type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
-        const_value=ir.tensor(array, name=name),
-    )
-    graph.register_initializer(value)
-    return value
 
 
 def _shorten(logits: ir.Value, long: int, short: int) -> None:

@@ -25,9 +25,9 @@ from onnx_ir.passes import common
 from ...bundle import tensors as t
 from ...bundle.manifest import DraftInfo, GraphInfo, TargetInfo
 from ...bundle.round_graph import ACCEPTED, ROUND, VERIFY_ROWS, of_model, own_axes, round_io
+from ..nodes import constant
 from ..passes.set_interface import set_interface
 from ..save_graph import graph_to_file
-from .nodes import constant
 
 _GLUE = "round"
 _SHARED_AXES = {t.LOGIT_ROWS: t.ROWS, t.CONTEXT_ROWS: t.ROWS}

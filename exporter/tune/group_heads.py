@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from .nodes import constant
+from ..nodes import constant
 
 
 def group_heads(model: ir.Model) -> bool:

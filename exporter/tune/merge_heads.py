@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .nodes import constant, from_op
+from ..nodes import constant, from_op
 
 _HEADS_AXIS = 1  # of [B, heads, rows, D]
 

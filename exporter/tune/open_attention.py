@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from .nodes import Chain, constant
+from ..nodes import Chain, constant, numbers
 
 _DOMAIN = "com.microsoft"  # of FusedMatMul, a product that transposes and scales
 
@@ -81,14 +81,14 @@ class _Pass:
         self._mask = do("Where", mask, seen, unseen)
         if many == 1:
             return
-        one, all_heads = self._numbers(1), self._numbers(many)
+        one, all_heads = numbers(self._graph, 1), numbers(self._graph, many)
         rows = do("Shape", mask, start=2, end=3)
         slots = do("Shape", mask, start=3, end=4)
-        is_many = do("GreaterOrEqual", rows, self._numbers(MANY_ROWS))
+        is_many = do("GreaterOrEqual", rows, numbers(self._graph, MANY_ROWS))
         self._products = do("Where", is_many, all_heads, one)  # P
         below = do("Where", is_many, one, all_heads)  # M / P
         self._mask = do("Expand", self._mask, do("Concat", one, below, one, one, axis=0))
-        flat = do("Concat", self._numbers(0), self._numbers(1, 1, -1), slots, axis=0)
+        flat = do("Concat", numbers(self._graph, 0), numbers(self._graph, 1, 1, -1), slots, axis=0)
         self._mask = do("Reshape", self._mask, flat)  # [B, 1, 1, M / P * R, K]
 
     def open(self, node: ir.Node) -> None:
@@ -99,20 +99,16 @@ class _Pass:
         assert isinstance(size, int), query
         do = Chain(self._graph, node)
         if self._many > 1:
-            ends = self._numbers(0, groups), self._numbers(-1, size)
+            ends = numbers(self._graph, 0, groups), numbers(self._graph, -1, size)
             query = do("Reshape", query, do("Concat", ends[0], self._products, ends[1], axis=0))
-            keys, values = (do("Unsqueeze", part, self._numbers(2)) for part in (keys, values))
+            keys, values = (do("Unsqueeze", part, numbers(self._graph, 2)) for part in (keys, values))
         scale = node.attributes["scale"].as_float()
         scores = do("FusedMatMul", query, keys, domain=_DOMAIN, alpha=scale, transB=1)
         weights = do("Softmax", do("Add", scores, self._mask), axis=-1)  # [B, G, P, M / P * R, K]
         result = do("MatMul", weights, values)  # [B, G, P, M / P * R, D]
         if self._many > 1:
-            result = do("Reshape", result, self._numbers(0, heads, -1, size))
+            result = do("Reshape", result, numbers(self._graph, 0, heads, -1, size))
         old = node.outputs[0]
         result.shape, result.type = old.shape, old.type
         old.replace_all_uses_with(result)
         self._graph.remove(node, safe=True)
-
-    def _numbers(self, *numbers: int) -> ir.Value:
-        name = "tuned.numbers." + ".".join(map(str, numbers))
-        return constant(self._graph, name, np.array(numbers, np.int64))

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onnx_ir.convenience import get_const_tensor
 
 from ...plugins.grouped_dynamic_conv import BLOCK_SIZE, DOMAIN, GROUP_SIZE, OP_TYPE
-from .nodes import Chain, constant, from_op
+from ..nodes import Chain, constant, from_op, numbers
 
 _PAIR = 2  # convolutions around a sublayer
 
@@ -96,25 +96,21 @@ def _coefficients(graph: ir.Graph, conv: _Conv) -> Sequence[ir.Value]:
     reshape = from_op(conv.deltas, "Reshape")
     assert reshape is not None
     do = Chain(graph, reshape)
-    deltas = do("Reshape", reshape.inputs[0], _numbers(graph, -1, groups, 1))
-    bases = do("Reshape", conv.bases, _numbers(graph, groups, group))
-    both = do("Reshape", do("Add", bases, deltas), _numbers(graph, -1, block, all_taps * hidden))
-    widths = _numbers(graph, *[hidden] * all_taps)
+    deltas = do("Reshape", reshape.inputs[0], numbers(graph, -1, groups, 1))
+    bases = do("Reshape", conv.bases, numbers(graph, groups, group))
+    both = do("Reshape", do("Add", bases, deltas), numbers(graph, -1, block, all_taps * hidden))
+    widths = numbers(graph, *[hidden] * all_taps)
     return do.all("Split", both, widths, outputs=all_taps, axis=2)
 
 
 def _open(graph: ir.Graph, node: ir.Node, coefficients: Sequence[ir.Value]) -> None:
     hidden, do = node.inputs[0], Chain(graph, node)
     total = do("Mul", hidden, coefficients[0])
-    nothing, rows = constant(graph, "tuned.zero", np.array(0.0, np.float32)), _numbers(graph, 1)
+    nothing, rows = constant(graph, "tuned.zero", np.array(0.0, np.float32)), numbers(graph, 1)
     for tap, coefficient in enumerate(coefficients[1:], start=1):
-        earlier = do("Pad", hidden, _numbers(graph, tap, -tap), nothing, rows)
+        earlier = do("Pad", hidden, numbers(graph, tap, -tap), nothing, rows)
         total = do("Add", total, do("Mul", earlier, coefficient))
     old = node.outputs[0]
     total.shape, total.type = old.shape, old.type
     old.replace_all_uses_with(total)
     graph.remove(node, safe=True)
-
-
-def _numbers(graph: ir.Graph, *numbers: int) -> ir.Value:
-    return constant(graph, "tuned.numbers." + ".".join(map(str, numbers)), np.array(numbers, np.int64))

@@ -1,4 +1,4 @@
-"""Small steps over an onnx_ir graph that the passes share."""
+"""Small steps over an onnx_ir graph that tuning and rounding share."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def constant(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
     )
     graph.register_initializer(value)
     return value
+
+
+def numbers(graph: ir.Graph, *values: int) -> ir.Value:
+    """A list of whole numbers, stored in the graph once."""
+    return constant(graph, "numbers." + ".".join(map(str, values)), np.array(values, np.int64))
 
 
 class Chain:
