@@ -32,15 +32,15 @@ from numpy.typing import NDArray
 from dflash_deploy.bundle import tensors as t
 from dflash_deploy.bundle.limits import KV_BUCKET, round_up
 from dflash_deploy.bundle.manifest import GraphInfo, Manifest
+from dflash_deploy.bundle.ort_options import session_options
 from dflash_deploy.bundle.round_graph import ACCEPTED, ROUND, VERIFY_ROWS, of_model, round_io
 from dflash_deploy.bundle.tuned import ALONE, DRAFT_ALONE
 from dflash_deploy.exporter.tune.fuse_round import fuse_round
 from dflash_deploy.runtime.accept import accept_greedy
 from dflash_deploy.runtime.decoder import Decoder
-from dflash_deploy.runtime.ort_engine import SPIN_US, physical_cores
+from dflash_deploy.runtime.ort_engine import physical_cores
 from dflash_deploy.runtime.stats import Mode
 
-WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 NUMPY: dict[t.DType, Any] = {
     t.DType.FLOAT32: np.float32,
     t.DType.FLOAT16: np.float16,
@@ -52,10 +52,7 @@ Array = NDArray[Any]
 
 def session(bundle: Path, data: bytes) -> Any:
     """A graph of the bundle, as the runtime loads it."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = physical_cores()
-    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
-    options.add_session_config_entry(WEIGHTS_FOLDER, str(bundle))
+    options = session_options(ort, physical_cores(), bundle)
     return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 

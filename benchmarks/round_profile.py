@@ -28,8 +28,9 @@ import onnxruntime as ort
 from dflash_deploy.bench.machine import cpu_name
 from dflash_deploy.bundle import tensors as t
 from dflash_deploy.bundle.manifest import GraphInfo, Manifest, manifest_from_bundle
+from dflash_deploy.bundle.ort_options import session_options
 from dflash_deploy.bundle.tuned import ALONE, DRAFT_ALONE
-from dflash_deploy.runtime.ort_engine import SPIN_US, physical_cores
+from dflash_deploy.runtime.ort_engine import physical_cores
 
 REPEATS = 40
 KINDS = {
@@ -70,9 +71,7 @@ def inputs_of(manifest: Manifest, name: str, rows: int, context: int) -> dict[st
 
 def passes(bundle: Path, manifest: Manifest, name: str, rows: int, context: int, prefix: Path | None) -> Any:
     """Milliseconds of each pass, and the session."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = physical_cores()
-    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
+    options = session_options(ort, physical_cores())
     if prefix is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(prefix)
     info = graph_of(manifest, name)

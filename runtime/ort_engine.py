@@ -17,6 +17,7 @@ from ..bundle.files import safe_path
 from ..bundle.labels import check_labels
 from ..bundle.limits import ShapeLimits
 from ..bundle.manifest import GraphInfo
+from ..bundle.ort_options import session_options
 from ..bundle.tensors import BATCH, CAPACITY, DType, TensorInfo, present
 from ..bundle.tuned import WHOLE_CACHE
 from .checks import check_integer
@@ -40,11 +41,6 @@ class Provider:
     dtypes: frozenset[DType]
     remedy: str
 
-
-SPIN_US = 50
-"""How long an idle thread of a pass looks for work before it sleeps. Long enough for the gaps between two
-operators; onnxruntime's own, longer time makes a pass several times slower where other processes use the
-cores, and keeps the draft's threads busy while the target computes."""
 
 _FLOATS = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -144,11 +140,7 @@ def runner_from_onnx(
     """
     ort = onnxruntime()
     wanted = check_provider(provider, DType.FLOAT32)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = effective_threads(threads)
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # its errors are raised; it need not print them too
-    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
+    options = session_options(ort, effective_threads(threads))
     path = safe_path(Path(directory).absolute(), info.file)
     try:
         session = ort.InferenceSession(

@@ -22,10 +22,10 @@ from ...bundle.errors import BundleError, EngineError, ProviderError
 from ...bundle.files import safe_path
 from ...bundle.labels import check_labels
 from ...bundle.manifest import GraphInfo, Manifest
+from ...bundle.ort_options import session_options
 from ...bundle.tuned import WHOLE_CACHE
 
 PROVIDER = "CPUExecutionProvider"
-_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _NUMPY: dict[t.DType, Any] = {
     t.DType.FLOAT32: np.float32,
     t.DType.FLOAT16: np.float16,
@@ -73,9 +73,7 @@ class BundleGraph:
         every = (*(o.name for o in info.io.outputs), *info.stages)
         self.info = info
         self.names = every if wanted is None else tuple(name for name in every if name in wanted)
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.add_session_config_entry(_WEIGHTS_FOLDER, str(directory))
+        options = session_options(ort, weights=directory)
         # torch computes in turn with this: threads that wait must not hold the cores.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         path = safe_path(directory, info.file)

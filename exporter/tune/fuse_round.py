@@ -5,8 +5,8 @@ the draft takes the features where they are and proposes the next block. A round
 back is a handful of integers for each request. It is for greedy decoding; the prompt is still read, and the
 first block drafted, by the two graphs that it is made of.
 
-Standard operators only, and the weights stay where they are, each named once: what both graphs use is one
-initialiser.
+The operators are those of the two graphs and standard ones, and the weights stay where they are: what both
+graphs use is stored once.
 
 Shapes: B batch, R rows, Q block rows, P proposals.
 """
@@ -113,10 +113,34 @@ def fuse_round(target: ir.Model, draft: ir.Model, target_info: TargetInfo, draft
     set_interface(fused, io, 0)
     graph.extend(rows.made)
     common.RemoveUnusedNodesPass()(fused)
+    _name_for_each_product(graph)
     common.TopologicalSortPass()(fused)
     for index, node in enumerate(graph):
         node.name = f"{node.op_type}.{index}"
     return fused
+
+
+def _name_for_each_product(graph: ir.Graph) -> None:
+    """Let no two integer products have a weight of one name; the second name is for the same bytes.
+
+    Where ONNX Runtime makes such weights unsigned (`bundle.ort_options.EXACT_PRODUCTS`), it fails to do so
+    twice for one name.
+    """
+    taken: set[ir.Value] = set()
+    for node in graph:
+        if node.op_type != "MatMulIntegerToFloat" or (weight := node.inputs[1]) is None:
+            continue
+        if weight not in taken:
+            taken.add(weight)
+            continue
+        again = ir.Value(
+            name=f"{_GLUE}.{weight.name}",
+            shape=weight.shape,
+            type=weight.type,
+            const_value=weight.const_value,
+        )
+        graph.register_initializer(again)
+        node.replace_input_with(1, again)
 
 
 class _Model:
