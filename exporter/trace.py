@@ -21,13 +21,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
-from ..bundle.tensors import BATCH, CAPACITY, MOST_SLOTS, STAGE, DType, GraphIO
+from ..bundle.tensors import BATCH, CAPACITY, MOST_SLOTS, STAGE, Axis, DType, GraphIO
 from ..plugins.grouped_dynamic_conv import DOMAIN
 from ..plugins.onnx_function import add_function
 from ..plugins.torch_op import translation_table
 from . import passes
-from .layer_function import function_from_graph, without_reshape
-from .modules.layer_calls import DOMAIN as CALLS
+from .layer_function import calls_from_node, function_from_graph, without_reshape
 from .modules.layer_calls import InputInfo, LayerAlone, Layered, LayerFunction
 from .modules.ops import IR_VERSION, OPSET
 
@@ -36,6 +35,12 @@ TORCH_DTYPES = {
     DType.FLOAT16: torch.float16,
     DType.BFLOAT16: torch.bfloat16,
     DType.INT64: torch.int64,
+}
+_IR_DTYPES = {
+    torch.float32: ir.DataType.FLOAT,
+    torch.float16: ir.DataType.FLOAT16,
+    torch.bfloat16: ir.DataType.BFLOAT16,
+    torch.int64: ir.DataType.INT64,
 }
 
 # Example sizes of symbolic axes: distinct, no 0 or 1, so that none is specialised or mistaken for another.
@@ -54,8 +59,8 @@ def graph_from_module(
 
     Args:
         build: makes the module; called under fake tensors.
-        interface: the graph's inputs and outputs in order. The last `caches` inputs are handed to the
-            module's forward as one list.
+        interface: the graph's inputs and outputs in order. The module's forward takes and gives all but the
+            last `caches` of each, which its layers take and give.
         caches: number of cache tensors.
         stages: names of further values that forward returns behind the outputs. They become named values
             inside the graph (`bundle.tensors.STAGE` + name), not outputs.
@@ -64,19 +69,21 @@ def graph_from_module(
     Returns:
         The model. Initialisers carry the module's parameter names and no data.
     """
-    infos = [InputInfo(TORCH_DTYPES[info.dtype], info.axes) for info in interface.inputs]
-    plain = len(infos) - caches
+    traced = interface.inputs[: len(interface.inputs) - caches]
+    given = interface.outputs[: len(interface.outputs) - caches]
     with FakeTensorMode():
         module = build().eval()
-        groups: list[InputInfo | list[InputInfo]] = [*infos[:plain], *([infos[plain:]] if caches else [])]
-        names = [info.name for info in interface.inputs]
-        outputs = [info.name for info in interface.outputs] + [STAGE + s for s in stages]
-        model = _exported(module, groups, names, outputs)
+        layers = list(module.layers) if isinstance(module, Layered) else []
+        if layers:
+            del module.layers  # their parameters need not be traced
+        model = _exported(
+            module,
+            [InputInfo(TORCH_DTYPES[info.dtype], info.axes) for info in traced],
+            [info.name for info in traced],
+            [info.name for info in given] + [STAGE + stage for stage in stages],
+        )
     if isinstance(module, Layered):
-        for kind in dict.fromkeys(node.op_type for node in model.graph if node.domain == CALLS):
-            function = _layer_function(kind, module.functions[kind])
-            model.functions[function.identifier()] = function
-        passes.inline_functions(model)
+        _run_layers(model, module, layers, interface, caches)
     model.ir_version = IR_VERSION
     passes.strip_metadata(model)
     passes.set_interface(model, interface, len(stages))
@@ -87,6 +94,42 @@ def graph_from_module(
         model.opset_imports.pop(DOMAIN, None)
     passes.tidy(model)
     return model
+
+
+def _run_layers(
+    model: ir.Model, module: Layered, layers: Sequence[nn.Module], interface: GraphIO, caches: int
+) -> None:
+    """Put the layers' nodes in the place of the one node that stands for them.
+
+    Args:
+        model: changed in place.
+        module: what was traced.
+        layers: its layers.
+        interface: see `graph_from_module`.
+        caches: likewise.
+    """
+    graph = model.graph
+    first = len(interface.inputs) - caches
+    old = [_value(info.name, TORCH_DTYPES[info.dtype], info.axes) for info in interface.inputs[first:]]
+    graph.inputs.extend(old)
+    parameters = []
+    for index, layer in enumerate(layers):
+        own = [(f"layers.{index}.{name}", p) for name, p in layer.named_parameters()]
+        parameters.append([_value(name, p.dtype, tuple(p.shape)) for name, p in own])
+        graph.initializers.update({str(value.name): value for value in parameters[-1]})
+    new = calls_from_node(graph, module.steps, old, parameters)
+    first = len(interface.outputs) - caches
+    for info, value in zip(interface.outputs[first:], new, strict=True):
+        value.name = info.name
+    graph.outputs[first:first] = new
+    for kind in dict.fromkeys(step.kind for step in module.steps):
+        function = _layer_function(kind, module.functions[kind])
+        model.functions[function.identifier()] = function
+    passes.inline_functions(model)
+
+
+def _value(name: str, dtype: torch.dtype, axes: Sequence[Axis]) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(_IR_DTYPES[dtype]), shape=ir.Shape(axes))
 
 
 def _layer_function(kind: str, function: LayerFunction) -> ir.Function:

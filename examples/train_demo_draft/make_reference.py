@@ -42,6 +42,20 @@ def measured(draft, target, tok, prompt: str, max_new_tokens: int, stop_id: int)
     }
 
 
+def sampled_lengths(draft, target, prompt_ids: list[int], args: argparse.Namespace) -> list[int]:
+    """Tokens of each round of an answer drawn at a temperature, by z-lab's rejection sampling."""
+    drawn = dflash_generate(
+        draft,
+        target,
+        torch.tensor([prompt_ids]),
+        args.max_new_tokens,
+        [args.stop_id],
+        temperature=args.temperature,
+        return_stats=True,
+    )
+    return drawn.acceptance_lengths
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draft", type=Path, required=True)
@@ -52,7 +66,10 @@ def main() -> None:
     parser.add_argument("--stop-id", type=int, default=2)
     parser.add_argument("--first", type=int, default=None, help="only the first prompts")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's choice")
+    parser.add_argument("--temperature", type=float, help="draw answers, too, and measure their rounds")
+    parser.add_argument("--seed", type=int, default=0, help="of drawn answers")
     args = parser.parse_args()
+    torch.manual_seed(args.seed)
     if args.threads:
         torch.set_num_threads(args.threads)
 
@@ -78,8 +95,17 @@ def main() -> None:
         "identical": sum(result["identical"] for result in results),
         "prompts": results,
     }
+    if args.temperature:
+        drawn = [n for result in results for n in sampled_lengths(draft, target, result["prompt_ids"], args)]
+        reference["sampled"] = {
+            "temperature": args.temperature,
+            "seed": args.seed,
+            "acceptance_length": sum(drawn) / len(drawn),
+            "rounds": len(drawn),
+        }
     args.out.write_text(json.dumps(reference))
-    print({key: reference[key] for key in ("acceptance_length", "rounds", "identical")})
+    told = ("acceptance_length", "rounds", "identical", "sampled")
+    print({key: reference[key] for key in told if key in reference})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from ...bundle import tensors as t
 from ...plugins.torch_op import grouped_dynamic_conv_op
 from ..drafts.spec import ConvSpec, DraftSpec, LayerSpec, WindowOrigin
 from . import ops
-from .layer_calls import InputInfo, Layered, LayerFunction
+from .layer_calls import InputInfo, LayerCall, Layered, LayerFunction
 from .layers import MLP, Linear, RMSNorm, RopeSet, attention_scale, merge_heads, split_heads
 from .selector import Selector
 from .softcap import softcap
@@ -79,12 +79,12 @@ class _Attention(nn.Module):
     def forward(
         self,
         block: Tensor,
+        keys: Tensor,
+        values: Tensor,
         context: Tensor,
         start: Tensor,
         slots: Tensor,
         visible: Tensor,
-        keys: Tensor,
-        values: Tensor,
         *tables: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         block_tables, context_tables = tables[:2], tables[2:]
@@ -148,15 +148,15 @@ def _layer_function(spec: DraftSpec, dtype: torch.dtype) -> LayerFunction:
     context_table = InputInfo(torch.float32, (t.BATCH, t.CONTEXT_ROWS, half))
     inputs = (
         InputInfo(torch.float32, (t.BATCH, block, hidden), flat=True),  # x
+        cache,
+        cache,
         InputInfo(torch.float32, (t.BATCH, t.CONTEXT_ROWS, hidden), flat=True),  # context
         InputInfo(torch.int64, (t.BATCH,)),  # start
         InputInfo(torch.int64, (t.KV,)),  # slots
         InputInfo(torch.bool, (t.BATCH, 1, block, _SEEN)),  # visible
-        cache,
-        cache,
         *(block_table, block_table, context_table, context_table),
     )
-    return LayerFunction(partial(_Layer, spec, dtype), inputs)
+    return LayerFunction(partial(_Layer, spec, dtype), inputs, caches=2)
 
 
 class DraftModule(Layered):
@@ -199,32 +199,26 @@ class DraftModule(Layered):
         block_ids: Tensor,
         block_rows: Tensor,
         slots: Tensor,
-        caches: list[Tensor],
     ) -> tuple[Tensor, ...]:
-        """Run one round; the outputs of `draft_io`, then the stages named by `stage_names`."""
+        """Run one round; the outputs of `draft_io` but for the caches, then the stages of `stage_names`."""
         spec = self.spec
         batch, new_rows, _ = features.shape
         context = self.hidden_norm(self.fc(features.reshape(batch * new_rows, -1)))  # [B * T, H]
         context_positions = start[:, None] + torch.arange(new_rows)[None, :]  # [B, T]
         block_positions = anchor[:, None] + torch.arange(spec.block_size)[None, :]  # [B, Q]
         tables = [(*rope(block_positions), *rope(context_positions)) for rope in self.ropes]
-        masks = {layer: _visible(layer, spec.block_size, anchor, block_rows, slots) for layer in spec.layers}
+        masks = {
+            layer: _visible(layer, spec.block_size, anchor, block_rows, slots)
+            for layer in dict.fromkeys(spec.layers)
+        }
         x = self._embed(block_ids)  # [B * Q, H]
-        updated: list[Tensor] = []
-        stages = [context]
-        for index, layer in enumerate(self.layers):
-            mask, rope = masks[spec.layers[index]], tables[self.rope_of_layer[index]]
-            keys, values = caches[2 * index : 2 * index + 2]
-            x, keys, values = self.call(
-                _LAYER,
-                layer,
-                [x, context, start, slots, mask, keys, values, *rope],
-                like=(x, keys, values),
-            )
-            updated += [keys, values]
-            stages.append(x)
+        calls = []
+        for layer, rope in zip(spec.layers, self.rope_of_layer, strict=True):
+            calls.append(LayerCall(_LAYER, (context, start, slots, masks[layer], *tables[rope])))
+        outputs = self.run_layers(x, calls, range(len(calls)))
+        stages = [context, *outputs.values()]
         first = spec.first_proposal_row
-        rows = x.reshape(batch, spec.block_size, -1)[:, first:]  # [B, P, H]
+        rows = stages[-1].reshape(batch, spec.block_size, -1)[:, first:]  # [B, P, H]
         hidden = self.norm(rows.reshape(batch * spec.proposals, -1))  # [B * P, H]
         logits = self._logits(hidden).reshape(batch, spec.proposals, -1)
         sums = logits.sum(-1)
@@ -232,10 +226,10 @@ class DraftModule(Layered):
             ids = logits.argmax(-1)
             if spec.draft_vocab_size is not None:
                 ids = ids + F.embedding(ids, self.d2t[:, None])[..., 0]
-            return (ids, sums, logits, *updated, *stages, hidden)
+            return (ids, sums, logits, *stages, hidden)
         hidden = hidden.reshape(batch, spec.proposals, -1)
         path, candidates, scores = self.candidate_selector(hidden, logits, block_ids[:, 0])
-        return (path, sums, candidates, scores, *updated, *stages, hidden, logits)
+        return (path, sums, candidates, scores, *stages, hidden, logits)
 
     def stage_names(self) -> tuple[str, ...]:
         """Names of the intermediate values behind the outputs, in order."""

@@ -1,13 +1,16 @@
-"""Layers that repeat are traced once: in the trace of the whole model each is one node, a call.
+"""Layers that repeat are traced once, and the trace of a whole model does not get longer by them.
 
-Tracing costs a second or two a layer, and the layers of a model differ in little but their weights. So a
-model's forward says `Layered.call` instead of calling a layer; `trace.graph_from_module` traces each kind of
-layer by itself and puts its nodes in the place of every call.
+Tracing costs a second or two a layer, and for a deep model it costs more than that to have caches and
+parameters of every layer among the inputs of a trace. The layers of a model differ in little but these. So
+a model's forward says `Layered.run_layers`: in the trace of the model all its layers are one node, which
+takes what they share. `trace.graph_from_module` makes a call for each layer of it, which takes the layer's
+own caches and parameters too, traces each kind of layer by itself, and puts the kind's nodes in the place
+of every call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,44 +36,86 @@ class LayerFunction:
     """A kind of layer: what differs between two layers of a kind is their weights.
 
     Attributes:
-        make: makes a layer of the kind.
-        inputs: what the layer's forward takes. Every axis of a flat one is in another one, too.
+        make: makes a layer of the kind. Its forward takes `inputs` and gives its first one and the caches,
+            updated.
+        inputs: what goes through all layers, the layer's caches, and what layers share. Every axis of a flat
+            one is in another one, too.
+        caches: how many of them are caches.
     """
 
     make: Callable[[], nn.Module]
     inputs: tuple[InputInfo, ...]
+    caches: int
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A layer that a forward wants to be run.
+
+    Attributes:
+        kind: which of `Layered.functions` it is.
+        shared: the last of its inputs.
+    """
+
+    kind: str
+    shared: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A layer of the one node.
+
+    Attributes:
+        kind: which of `Layered.functions` it is.
+        shared: which inputs of the node it takes.
+        output: which output of the node is what the layer gives, if it is one.
+    """
+
+    kind: str
+    shared: tuple[int, ...]
+    output: int | None
 
 
 class Layered(nn.Module):
-    """A module whose forward calls layers."""
+    """A module whose forward runs layers.
+
+    Attributes:
+        functions: the kinds of layers.
+        layers: the layers themselves, for their parameters.
+        steps: the layers that forward ran last.
+    """
 
     functions: Mapping[str, LayerFunction]
+    layers: nn.ModuleList
+    steps: tuple[Step, ...]
 
-    def call(
-        self,
-        kind: str,
-        layer: nn.Module,
-        inputs: Sequence[Tensor],
-        like: Sequence[Tensor],
-    ) -> Sequence[Tensor]:
-        """Call a layer.
+    def run_layers(self, x: Tensor, calls: Sequence[LayerCall], wanted: Collection[int]) -> dict[int, Tensor]:
+        """Run layers one after another, each with its own caches and parameters.
 
         Args:
-            kind: which of `functions` it is.
-            layer: whose weights are meant.
-            inputs: see `LayerFunction`.
-            like: tensors of the outputs' dtypes and shapes.
+            x: what the first one begins with.
+            calls: the layers.
+            wanted: which of them; each one more makes tracing longer.
 
         Returns:
-            The layer's outputs.
+            What the wanted layers give, of the shape of `x`.
         """
-        return symbolic_multi_out(
-            f"{DOMAIN}::{kind}",
-            (*inputs, *layer.parameters()),
-            dtypes=[x.dtype for x in like],
-            shapes=[x.shape for x in like],
-            version=1,
+        inputs, steps = [x], []
+        places: dict[int, int] = {}
+        outputs = {layer: place for place, layer in enumerate(sorted(wanted))}
+        for layer, call in enumerate(calls):
+            for tensor in call.shared:
+                if id(tensor) not in places:
+                    places[id(tensor)] = len(inputs)
+                    inputs.append(tensor)
+            shared = tuple(places[id(tensor)] for tensor in call.shared)
+            steps.append(Step(call.kind, shared, outputs.get(layer)))
+        self.steps = tuple(steps)
+        count = len(outputs)
+        given = symbolic_multi_out(
+            f"{DOMAIN}::Layers", inputs, dtypes=[x.dtype] * count, shapes=[x.shape] * count, version=1
         )
+        return dict(zip(outputs, given, strict=True))
 
 
 class LayerAlone(nn.Module):

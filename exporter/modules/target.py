@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...bundle import tensors as t
-from ..targets.spec import NormPlace, TargetLayer, TargetSpec
+from ..targets.spec import NormPlace, TargetSpec
 from . import ops
 from .greedy import greedy_ids
-from .layer_calls import InputInfo, Layered, LayerFunction
+from .layer_calls import InputInfo, LayerCall, Layered, LayerFunction
 from .layers import MLP, Linear, RMSNorm, RopeSet, merge_heads, split_heads
 from .softcap import capped_attention, softcap
 
@@ -36,11 +36,11 @@ class _Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
+        keys: Tensor,
+        values: Tensor,
         start: Tensor,
         slots: Tensor,
         visible: Tensor,
-        keys: Tensor,
-        values: Tensor,
         *tables: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         spec, batch = self.spec, start.shape[0]
@@ -102,14 +102,17 @@ def _layer_functions(spec: TargetSpec, dtype: torch.dtype) -> dict[str, LayerFun
     table = InputInfo(torch.float32, (t.BATCH, t.ROWS, spec.head_dim // 2))
     inputs = (
         InputInfo(torch.float32, (t.BATCH, t.ROWS, spec.hidden_size), flat=True),  # x
+        cache,
+        cache,
         InputInfo(torch.int64, (t.BATCH,)),  # start
         InputInfo(torch.int64, (t.KV,)),  # slots
         InputInfo(torch.bool, (t.BATCH, 1, t.ROWS, t.KV)),  # visible
-        cache,
-        cache,
     )
     make = partial(_LAYERS[spec.norm_place], spec, dtype)
-    return {_ROPE: LayerFunction(make, (*inputs, table, table)), _NO_ROPE: LayerFunction(make, inputs)}
+    return {
+        _ROPE: LayerFunction(make, (*inputs, table, table), caches=2),
+        _NO_ROPE: LayerFunction(make, inputs, caches=2),
+    }
 
 
 class TargetModule(Layered):
@@ -127,36 +130,29 @@ class TargetModule(Layered):
         self.rope_of_layer = ropes.of_layer
 
     def forward(
-        self, input_ids: Tensor, start: Tensor, slots: Tensor, wanted_rows: Tensor, caches: list[Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Run one pass: greedy_ids [B, W], logits [B, W, V], features [B, S, taps * H], caches."""
+        self, input_ids: Tensor, start: Tensor, slots: Tensor, wanted_rows: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run one pass: greedy_ids [B, W], logits [B, W, V], features [B, S, taps * H]."""
         batch, rows = input_ids.shape
         positions = start[:, None] + torch.arange(rows)[None, :]  # [B, S]
-        masks = {layer.window: _visible(layer, positions, slots) for layer in self.spec.layers}
+        windows = dict.fromkeys(layer.window for layer in self.spec.layers)
+        masks = {window: _visible(window, positions, slots) for window in windows}
         tables = [rope(positions) for rope in self.ropes]
         x = F.embedding(input_ids.reshape(-1), self.embed_tokens.weight).to(torch.float32)  # [B * S, H]
         if self.spec.embedding_scale != 1.0:
             x = x * self.spec.embedding_scale
-        updated: list[Tensor] = []
-        outputs: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            rope = self.rope_of_layer[index]
-            mask = masks[self.spec.layers[index].window]
-            keys, values = caches[2 * index : 2 * index + 2]
-            x, keys, values = self.call(
-                _NO_ROPE if rope is None else _ROPE,
-                layer,
-                [x, start, slots, mask, keys, values, *(() if rope is None else tables[rope])],
-                like=(x, keys, values),
-            )
-            updated += [keys, values]
-            if index in self.taps:
-                outputs[index] = x
+        calls = []
+        for layer, rope in zip(self.spec.layers, self.rope_of_layer, strict=True):
+            table = () if rope is None else tables[rope]
+            shared = (start, slots, masks[layer.window], *table)
+            calls.append(LayerCall(_NO_ROPE if rope is None else _ROPE, shared))
+        last = len(calls) - 1
+        outputs = self.run_layers(x, calls, {*self.taps, last})
         features = torch.cat([outputs[tap] for tap in self.taps], dim=-1).reshape(batch, rows, -1)
         flat_rows = (torch.arange(batch)[:, None] * rows + wanted_rows).reshape(-1)  # [B * W]
-        logits = self._logits(self.norm(x.index_select(0, flat_rows)))
+        logits = self._logits(self.norm(outputs[last].index_select(0, flat_rows)))
         logits = logits.reshape(batch, wanted_rows.shape[1], -1)
-        return (greedy_ids(logits), logits, features, *updated)
+        return greedy_ids(logits), logits, features
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[B * W, H] -> [B * W, V]."""
@@ -168,10 +164,10 @@ class TargetModule(Layered):
         return softcap(logits, self.spec.logit_softcap)
 
 
-def _visible(layer: TargetLayer, positions: Tensor, slots: Tensor) -> Tensor:
+def _visible(window: int | None, positions: Tensor, slots: Tensor) -> Tensor:
     """Which slots each row sees: bool [B, 1, S, K]."""
     distance = positions[:, :, None] - slots[None, None, :]  # [B, S, K]
     visible = distance >= 0
-    if layer.window is not None:
-        visible = visible & (distance < layer.window)
+    if window is not None:
+        visible = visible & (distance < window)
     return visible[:, None]

@@ -24,6 +24,8 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def counted(module: Any, *args: Any, **options: Any) -> Any:
         names.append(type(module).__name__)
+        # What a trace costs must not depend on how many layers there are.
+        assert not any(name.startswith("layers.") for name, _ in module.named_parameters())
         return real(module, *args, **options)
 
     monkeypatch.setattr(torch.onnx, "export", counted)
