@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..bundle.errors import ProviderError, RequestError, field_error
@@ -81,9 +82,17 @@ def runners_from_bundle(
         def load(graph: str) -> GraphRunner:
             return runner_from_engine(directory, manifest, graph, backend, needed=needed)
 
-    target = load(TARGET)
-    try:
-        return target, load(DRAFT)
-    except BaseException:
-        target.close()
-        raise
+    with ThreadPoolExecutor(1) as thread:
+        # ONNX Runtime makes a session in one thread, and most machines have two. A GPU has one queue.
+        ahead = thread.submit(load, DRAFT) if backend == ONNXRUNTIME and provider == "cpu" else None
+        try:
+            target = load(TARGET)
+        except BaseException:
+            if ahead is not None and ahead.exception() is None:
+                ahead.result().close()
+            raise
+        try:
+            return target, load(DRAFT) if ahead is None else ahead.result()
+        except BaseException:
+            target.close()
+            raise
