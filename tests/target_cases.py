@@ -13,9 +13,9 @@ import numpy as np
 
 from dflash_deploy.bundle import tensors as t
 from dflash_deploy.bundle.tensors import DType
+from dflash_deploy.exporter.bundle_graphs import TargetGraph
 from dflash_deploy.exporter.checkpoint import checkpoint_from_source
 from dflash_deploy.exporter.export import graph_to_bundle
-from dflash_deploy.exporter.parity.graphs import TargetGraph
 from dflash_deploy.exporter.parity.originals import TargetOriginal, TargetRun
 from dflash_deploy.exporter.progress import NullProgress
 from dflash_deploy.exporter.targets.families import target_from_checkpoint

@@ -156,7 +156,7 @@ def _layer_function(spec: DraftSpec, dtype: torch.dtype) -> LayerFunction:
         InputInfo(torch.bool, (t.BATCH, 1, block, _SEEN)),  # visible
         *(block_table, block_table, context_table, context_table),
     )
-    return LayerFunction(partial(_Layer, spec, dtype), inputs, caches=2)
+    return LayerFunction(partial(_Layer, spec, dtype), inputs)
 
 
 class DraftModule(Layered):

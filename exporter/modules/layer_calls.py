@@ -40,12 +40,10 @@ class LayerFunction:
             updated.
         inputs: what goes through all layers, the layer's caches, and what layers share. Every axis of a flat
             one is in another one, too.
-        caches: how many of them are caches.
     """
 
     make: Callable[[], nn.Module]
     inputs: tuple[InputInfo, ...]
-    caches: int
 
 
 @dataclass(frozen=True)

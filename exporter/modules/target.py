@@ -110,8 +110,8 @@ def _layer_functions(spec: TargetSpec, dtype: torch.dtype) -> dict[str, LayerFun
     )
     make = partial(_LAYERS[spec.norm_place], spec, dtype)
     return {
-        _ROPE: LayerFunction(make, (*inputs, table, table), caches=2),
-        _NO_ROPE: LayerFunction(make, inputs, caches=2),
+        _ROPE: LayerFunction(make, (*inputs, table, table)),
+        _NO_ROPE: LayerFunction(make, inputs),
     }
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from ...bundle import tensors as t
 from ...bundle.manifest import Manifest
+from ..bundle_graphs import DraftGraph, TargetGraph
 from .compare import Choices
-from .graphs import DraftGraph, TargetGraph
 from .inputs import Sample
 from .originals import DraftOriginal, Generated, Question, TargetOriginal
 from .report import StageReport

@@ -9,8 +9,8 @@ import numpy as np
 from ...bundle import tensors as t
 from ...bundle.manifest import Manifest
 from ...bundle.round_graph import ACCEPTED, ROUND, VERIFY_ROWS, of_model
+from ..bundle_graphs import Array, BundleGraph, DraftGraph, TargetGraph
 from .compare import Values
-from .graphs import Array, BundleGraph, DraftGraph, TargetGraph
 from .inputs import Sample
 from .report import StageReport
 from .tolerances import SAME_BITS

@@ -9,10 +9,10 @@ from pathlib import Path
 from ...bundle.errors import RequestError, UnsupportedError, field_error
 from ...bundle.manifest import DRAFT_VOCABULARY, manifest_from_bundle
 from ...bundle.tensors import DRAFT, TARGET
+from ..bundle_graphs import PROVIDER, DraftGraph, TargetGraph, check_dtype
 from ..progress import NullProgress, Progress
 from ..simple.spec import FAMILY
 from .generation import BundleLoop, GenerationStages
-from .graphs import PROVIDER, DraftGraph, TargetGraph, check_dtype
 from .inputs import sample_from_prompt
 from .originals import TargetOriginal, draft_original, reference_precision, versions
 from .prompts import prompt_ids

@@ -15,8 +15,8 @@ import numpy as np
 from ...bundle import tensors as t
 from ...bundle.errors import BundleError, field_error
 from ...bundle.manifest import Manifest
+from ..bundle_graphs import BundleGraph, DraftGraph, TargetGraph
 from .compare import Choices, Settings, Values, best_match
-from .graphs import BundleGraph, DraftGraph, TargetGraph
 from .inputs import Sample, passes
 from .originals import Array, DraftOriginal, DraftRun
 from .report import StageReport

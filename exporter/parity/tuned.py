@@ -7,8 +7,8 @@ from pathlib import Path
 from ...bundle import tensors as t
 from ...bundle.manifest import Manifest
 from ...bundle.tuned import portable
+from ..bundle_graphs import DraftGraph, TargetGraph
 from .compare import Values
-from .graphs import DraftGraph, TargetGraph
 from .inputs import Sample, passes
 from .report import StageReport
 from .tolerances import SAME_BITS

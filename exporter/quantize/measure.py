@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...bundle import tensors as t
 from ...bundle.manifest import Manifest
-from ..parity.graphs import TargetGraph
+from ..bundle_graphs import TargetGraph
 from .linear import Array
 
 WINDOW = 128

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from dflash_deploy.bundle.manifest import Verify, manifest_from_bundle
+from dflash_deploy.exporter.bundle_graphs import TargetGraph
 from dflash_deploy.exporter.modules.greedy import greedy_ids
-from dflash_deploy.exporter.parity.graphs import TargetGraph
 
 
 def test_choices():

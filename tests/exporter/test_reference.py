@@ -12,11 +12,11 @@ import torch
 
 from dflash_deploy.bundle import tensors as t
 from dflash_deploy.bundle.tensors import DType
+from dflash_deploy.exporter.bundle_graphs import BundleGraph, empty_caches
 from dflash_deploy.exporter.drafts.spec import SelectorSpec
 from dflash_deploy.exporter.export import graph_to_bundle
 from dflash_deploy.exporter.families import pair_from_sources
 from dflash_deploy.exporter.modules.selector import Selector
-from dflash_deploy.exporter.parity.graphs import BundleGraph, empty_caches
 from dflash_deploy.exporter.progress import NullProgress
 from dflash_deploy.exporter.reference.dflash import DFlashDecoderLayer
 from dflash_deploy.exporter.reference.dflash2 import (

@@ -13,8 +13,8 @@ import torch
 
 from dflash_deploy.bundle import tensors as t
 from dflash_deploy.bundle.manifest import Manifest, manifest_from_bundle
+from dflash_deploy.exporter.bundle_graphs import DraftGraph, TargetGraph
 from dflash_deploy.exporter.checkpoint import checkpoint_from_source
-from dflash_deploy.exporter.parity.graphs import DraftGraph, TargetGraph
 from dflash_deploy.exporter.parity.originals import (
     DraftOriginal,
     DraftRun,

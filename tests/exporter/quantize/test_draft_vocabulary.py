@@ -25,7 +25,7 @@ from dflash_deploy.bundle.tensors import (
     UNARY_LOGITS,
 )
 from dflash_deploy.cli import cli
-from dflash_deploy.exporter.parity.graphs import BundleGraph, DraftGraph, TargetGraph
+from dflash_deploy.exporter.bundle_graphs import BundleGraph, DraftGraph, TargetGraph
 from dflash_deploy.exporter.parity.run import parity_report
 from dflash_deploy.exporter.quantize.bundle import FLOAT_BITS, quantize_bundle
 from dflash_deploy.exporter.quantize.draft_vocabulary import likeliest

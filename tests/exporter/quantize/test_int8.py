@@ -20,9 +20,9 @@ from dflash_deploy.bundle.errors import (
 from dflash_deploy.bundle.manifest import ProposalLaw, Verify, check_manifest, manifest_from_bundle
 from dflash_deploy.bundle.tensors import DRAFT, TARGET
 from dflash_deploy.cli import cli
+from dflash_deploy.exporter.bundle_graphs import TargetGraph
 from dflash_deploy.exporter.engines.options import BuildOptions
 from dflash_deploy.exporter.engines.plan import plan_engines
-from dflash_deploy.exporter.parity.graphs import TargetGraph
 from dflash_deploy.exporter.parity.run import parity_report
 from dflash_deploy.exporter.progress import NullProgress
 from dflash_deploy.exporter.quantize.bundle import export_quantized, quantize_bundle

@@ -11,8 +11,8 @@ import torch
 
 from dflash_deploy.bundle.manifest import Manifest, manifest_from_bundle
 from dflash_deploy.bundle.tensors import DType
+from dflash_deploy.exporter.bundle_graphs import DraftGraph, TargetGraph
 from dflash_deploy.exporter.export import export_bundle
-from dflash_deploy.exporter.parity.graphs import DraftGraph, TargetGraph
 from dflash_deploy.exporter.simple.seed import seed_checkpoints
 from toy_simple import toy_checkpoints
 

@@ -13,7 +13,7 @@ from dflash_deploy.bundle.manifest import manifest_from_bundle
 from dflash_deploy.bundle.ort_options import session_options
 from dflash_deploy.bundle.round_graph import ACCEPTED, VERIFY_ROWS, of_model, round_io
 from dflash_deploy.bundle.tuned import ALONE
-from dflash_deploy.exporter.parity.graphs import DraftGraph, TargetGraph
+from dflash_deploy.exporter.bundle_graphs import DraftGraph, TargetGraph
 from dflash_deploy.exporter.quantize.bundle import quantize_bundle
 from dflash_deploy.exporter.tune.fuse_round import fuse_round
 from dflash_deploy.runtime.accept import accept_greedy

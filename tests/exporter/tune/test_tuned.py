@@ -23,7 +23,7 @@ from dflash_deploy.bundle.tuned import (
     least_rows,
     portable,
 )
-from dflash_deploy.exporter.parity.graphs import DraftGraph, TargetGraph
+from dflash_deploy.exporter.bundle_graphs import DraftGraph, TargetGraph
 from dflash_deploy.exporter.quantize.bundle import quantize_bundle
 from dflash_deploy.exporter.tune.bundle import tuned_graphs
 from dflash_deploy.runtime.decoder import Decoder

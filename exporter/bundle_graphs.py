@@ -17,13 +17,13 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from ...bundle import tensors as t
-from ...bundle.errors import BundleError, EngineError, ProviderError
-from ...bundle.files import safe_path
-from ...bundle.labels import check_labels
-from ...bundle.manifest import GraphInfo, Manifest
-from ...bundle.ort_options import session_options
-from ...bundle.tuned import WHOLE_CACHE
+from ..bundle import tensors as t
+from ..bundle.errors import BundleError, EngineError, ProviderError
+from ..bundle.files import safe_path
+from ..bundle.labels import check_labels
+from ..bundle.manifest import GraphInfo, Manifest
+from ..bundle.ort_options import session_options
+from ..bundle.tuned import WHOLE_CACHE
 
 PROVIDER = "CPUExecutionProvider"
 _NUMPY: dict[t.DType, Any] = {
