@@ -9,7 +9,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from ..bundle.files import check_replaceable
+from ..bundle.files import check_writable
 from ..bundle.labels import labels
 from ..bundle.tensors import DType
 from .export import checked_length, graph_with_weights
@@ -101,7 +101,7 @@ def forecast_export(
     """
     progress = progress or NullProgress()
     final = Path(output).absolute()
-    check_replaceable(final)
+    check_writable(final)
     with progress.stage("read configs"):
         pair = pair_from_sources(target, draft)
         length = checked_length(pair, max_length)

@@ -98,6 +98,7 @@ def quantize_bundle(
     with progress.stage("check bundle"):
         manifest = manifest_from_bundle(bundle, Verify.HASHES)
         _check(manifest)
+        _check_links(bundle, manifest)
         ids = _tokens(bundle, manifest, text)
         calibration, check = windows(ids)
         if draft_vocabulary is not None:
@@ -184,6 +185,13 @@ def _check(manifest: Manifest) -> None:
         raise field_error(
             BundleError, "quantize: dtype", manifest.dtype.value, "float32", "export with --dtype float32"
         )
+
+
+def _check_links(bundle: Path, manifest: Manifest) -> None:
+    """Refuse what onnx_ir would refuse in the middle of the work: weights that have a second name."""
+    for name in dict.fromkeys(file for info in manifest.graphs.values() for file in info.weights):
+        if (links := safe_path(bundle, name).stat().st_nlink) > 1:
+            raise BundleError(f"{name}: got a file with {links} hard links, expected 1; copy the bundle")
 
 
 def _tokens(bundle: Path, manifest: Manifest, text: str | Sequence[int] | None) -> list[int]:

@@ -1,7 +1,9 @@
 """Int8 bundles: rows by themselves, the same tokens with and without a draft, and a check of the quality."""
 
 import json
+import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -285,3 +287,13 @@ def test_the_check_sees_a_damaged_weight(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "replace_group", coarse)
     with pytest.raises(OutputError, match="perplexity"):
         quantize_bundle(pair.bundle, tmp_path / "bundle", IDS, LOOSE)
+
+
+def test_weights_with_a_second_name_are_refused_before_the_work(pair, tmp_path):
+    """onnx_ir reads no such file."""
+    bundle = tmp_path / "bundle"
+    shutil.copytree(pair.bundle, bundle)
+    os.link(bundle / "weights.bin", tmp_path / "second")
+    with pytest.raises(BundleError, match=r"weights.bin: got a file with 2 hard links, expected 1; copy"):
+        quantize_bundle(bundle, tmp_path / "int8", IDS, LOOSE)
+    assert not (tmp_path / "int8").exists()
