@@ -6,6 +6,7 @@ import ast
 import logging
 import socket
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -21,9 +22,11 @@ prometheus_client = pytest.importorskip("prometheus_client")
 ROOT = Path(__file__).parents[2]
 
 
+SETTINGS = ServiceSettings(max_requests=2, verify_rows=4, kv_budget_bytes=1 << 20)
+
+
 def _service(**options: object) -> Service:
-    settings = ServiceSettings(max_requests=2, verify_rows=4, kv_budget_bytes=1 << 20)
-    return Service(toy_decoder(**options), settings, own=True)
+    return Service(toy_decoder(**options), SETTINGS, own=True)
 
 
 @pytest.fixture
@@ -36,17 +39,26 @@ def _broken_draft(call: int, outputs: dict) -> None:
         raise EngineError("draft broke")
 
 
-def test_they_are_the_services_own_figures(registry):
+def test_they_are_the_services_own_figures(registry, monkeypatch):
     """Every figure, after requests that ended in every way but one."""
-    with _service(spoiler=at_slot(2)) as service:
+    decoder = toy_decoder(spoiler=at_slot(2))
+    passes, unlimited = threading.Semaphore(1), threading.Event()
+    unlimited.set()
+    monkeypatch.setattr(
+        decoder.runners[0], "before", lambda _: unlimited.is_set() or passes.acquire(timeout=30)
+    )
+    with Service(decoder, SETTINGS, own=True) as service:
         register_metrics(service, registry)
         with service.session() as session:
             first = session.submit([1, 2, 3], 30).result()
             session.submit([1, 2, 3, *first.ids], 20).result()
             service.generate([4, 5], 10)
+            unlimited.clear()  # one pass, so that the request is not through before it is cancelled
             ticket = service.submit([4, 5], 300)
             next(ticket)
             ticket.cancel()
+            unlimited.set()
+            passes.release()
             ticket.result()
             stats = service.stats()
             value = registry.get_sample_value
