@@ -17,6 +17,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
@@ -35,12 +36,6 @@ TORCH_DTYPES = {
     DType.FLOAT16: torch.float16,
     DType.BFLOAT16: torch.bfloat16,
     DType.INT64: torch.int64,
-}
-_IR_DTYPES = {
-    torch.float32: ir.DataType.FLOAT,
-    torch.float16: ir.DataType.FLOAT16,
-    torch.bfloat16: ir.DataType.BFLOAT16,
-    torch.int64: ir.DataType.INT64,
 }
 
 # Example sizes of symbolic axes: distinct, no 0 or 1, so that none is specialised or mistaken for another.
@@ -129,7 +124,7 @@ def _run_layers(
 
 
 def _value(name: str, dtype: torch.dtype, axes: Sequence[Axis]) -> ir.Value:
-    return ir.Value(name=name, type=ir.TensorType(_IR_DTYPES[dtype]), shape=ir.Shape(axes))
+    return ir.Value(name=name, type=ir.TensorType(from_torch_dtype(dtype)), shape=ir.Shape(axes))
 
 
 def _layer_function(kind: str, function: LayerFunction) -> ir.Function:
