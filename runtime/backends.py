@@ -8,6 +8,7 @@ from pathlib import Path
 from ..bundle.errors import ProviderError, RequestError, field_error
 from ..bundle.limits import ShapeLimits
 from ..bundle.manifest import Manifest
+from ..bundle.ort_exact import exact_setting
 from ..bundle.tensors import DRAFT, TARGET
 from ..bundle.tuned import ALONE, DRAFT_ALONE, TOGETHER
 from .engine import GraphRunner
@@ -44,7 +45,8 @@ def runners_from_bundle(
         The runners of the target and of the draft. Nothing is left open if either fails.
 
     Raises:
-        ProviderError: the backend or provider is not there, or an engine was not built for this machine.
+        ProviderError: the backend or provider is not there, it adds int8 products wrong, or an engine was not
+            built for this machine.
         BundleError: there is no engine, it is stale, or a file cannot be read.
         RequestError: `threads` is out of range, or an option says nothing to this backend.
         EngineError: an engine cannot be loaded.
@@ -52,6 +54,7 @@ def runners_from_bundle(
     if backend not in BACKENDS:
         raise field_error(ProviderError, "backend", backend, "one of " + ", ".join(BACKENDS))
     if backend == ONNXRUNTIME:
+        from .ort_cache import onnxruntime
         from .ort_engine import check_provider, runner_from_onnx
 
         check_provider(provider, manifest.dtype)  # before any weight is read
@@ -60,6 +63,11 @@ def runners_from_bundle(
                 f"provider {provider}: int8 and int4 bundles are for the CPU; use the float32 or float16 one"
             )
 
+        if manifest.quantization is not None and exact_setting(onnxruntime()) is None:
+            raise ProviderError(
+                "provider cpu: this onnxruntime adds int8 products wrong on this processor, so this bundle's "
+                "tokens would not be those it was checked with; use the float32 one"
+            )
         tuned = manifest.tuned if provider == "cpu" else {}
         names = {TARGET: TOGETHER if together else ALONE, DRAFT: DRAFT_ALONE}
 

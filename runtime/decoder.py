@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Unpack
 
-from ..bundle.errors import RequestError, field_error
+from ..bundle.errors import DflashError, RequestError, field_error
 from ..bundle.limits import PREFILL_ROWS, ShapeLimits
 from ..bundle.manifest import Manifest, Verify, check_files, manifest_from_bundle
 from ..bundle.tuned import least_rows
@@ -262,13 +263,21 @@ class Decoder:
             from .ort_engine import check_provider
 
             check_provider(provider, manifest.dtype)  # before any weight is read
-        if verify is Verify.HASHES:
-            check_files(manifest, directory, verify)
-        codec = TextCodec.from_bundle(directory, manifest.tokenizer) if manifest.tokenizer.file else None
-        target, draft = runners_from_bundle(
-            directory, manifest, backend, provider, threads, together=together
-        )
+        weights = {name for info in manifest.graphs.values() for name in info.weights}
+        check_files(manifest, directory, verify, manifest.files.keys() - weights)
+        with ThreadPoolExecutor(1) as thread:  # weights run nothing: they may be hashed while they are read
+            checked = thread.submit(check_files, manifest, directory, verify, weights)
+            read = thread.submit(_codec_from_bundle, directory, manifest)
+            try:
+                target, draft = runners_from_bundle(
+                    directory, manifest, backend, provider, threads, together=together
+                )
+            except DflashError:
+                checked.result()  # damaged weights are the better reason
+                raise
         try:
+            checked.result()
+            codec = read.result()
             longest = longest_sequence(manifest, target, draft)
             settings = Settings(verify_rows, exact, longest if max_length is None else max_length)
             decoder = cls(manifest, target, draft, codec, settings)
@@ -371,6 +380,10 @@ class Decoder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _codec_from_bundle(directory: Path, manifest: Manifest) -> TextCodec | None:
+    return TextCodec.from_bundle(directory, manifest.tokenizer) if manifest.tokenizer.file else None
 
 
 def longest_sequence(manifest: Manifest, *runners: GraphRunner) -> int:

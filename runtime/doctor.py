@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bundle.gpu import cuda_devices
+from ..bundle.ort_exact import AS_IT_IS, exact_setting
 
 DISTRIBUTION = "dflash-deploy"
 SCRIPT = "dflash"
@@ -125,8 +126,18 @@ def _onnxruntime_findings() -> list[Finding]:
     available = onnxruntime.get_available_providers()
     return [
         version,
+        _sums_finding(exact_setting(onnxruntime)),
         *(_provider_finding(name, p.providers[0], p.remedy, available) for name, p in PROVIDERS.items()),
     ]
+
+
+def _sums_finding(setting: str | None) -> Finding:
+    if setting is None:
+        return Finding(
+            "int8", Status.BAD, "sums of products are wrong on this processor; use float32 bundles"
+        )
+    how = "as they are" if setting == AS_IT_IS else "made unsigned when a bundle is opened"
+    return Finding("int8", Status.GOOD, f"sums of products are exact, weights {how}")
 
 
 def _provider_finding(name: str, provider: str, remedy: str, available: list[str]) -> Finding:

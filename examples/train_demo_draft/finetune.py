@@ -23,6 +23,7 @@ class FinetuneConfig:
     gamma: float = 3.0  # row i of a block is kept with probability exp(-i / gamma)
     hard: float = 0.5  # share of the token that came in the mixture; the rest is the target's law
     frequent: int = 6144  # tokens that are always in the loss
+    dtype: torch.dtype = torch.bfloat16  # of matrix products
     checkpoint_s: float = 600.0
     log_every: int = 20
     part: int = 0  # of `parts` processes that share the data
@@ -34,8 +35,8 @@ def step_loss(draft: Draft, embedding: torch.Tensor, frequent: torch.Tensor, bat
     """As train.step_loss, with rows drawn by their weight instead of weighted, and stored targets."""
     ids, length = batch.ids, batch.ids.shape[1]
     anchors, used = pick_anchors(batch.starts, batch.lengths, length, c.anchors)
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden = draft(batch.features, ids, anchors, embedding)  # [B, A, N - 1, H]
+    with torch.autocast("cpu", torch.bfloat16, c.dtype == torch.bfloat16):
+        hidden = draft(batch.features.to(c.dtype), ids, anchors, embedding)  # [B, A, N - 1, H]
     ahead = torch.arange(1, draft.block)
     label_at = anchors[:, :, None] + ahead
     kept = torch.rand(label_at.shape) < torch.exp(-(ahead - 1) / c.gamma)
@@ -45,7 +46,7 @@ def step_loss(draft: Draft, embedding: torch.Tensor, frequent: torch.Tensor, bat
     labels, previous = ids[sequence, at], ids[sequence, at - 1]
     subset = Subset(frequent, labels, embedding.shape[0])
     unary, pairs, right = losses(
-        draft.candidate_selector, hidden[kept].float(), embedding, subset, labels, previous,
+        draft.candidate_selector, hidden[kept].float(), embedding.to(c.dtype), subset, labels, previous,
         batch.best[sequence, at - 1], batch.chances[sequence, at - 1], c.hard, draft.top_k,
     )  # fmt: skip
     rows = max(len(at), 1)

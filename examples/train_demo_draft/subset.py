@@ -1,4 +1,4 @@
-"""The losses over a part of the vocabulary, in bf16: what makes the training fit a CPU.
+"""The losses over a part of the vocabulary, in the head's precision: what makes the training fit a CPU.
 
 Both losses of loss.py, with three savings. The logits are those of the most frequent tokens and of
 the step's labels only. The target's distribution is its best tokens; the small rest of its
@@ -31,7 +31,7 @@ class Subset:
 class SubsetLoss(torch.autograd.Function):
     """Cross-entropy of `hidden @ head.T`, summed over rows with equal weights.
 
-    hidden [n, H] fp32, head [U, H] bf16, labels [n] and best [n, m] as places in the subset (best:
+    hidden [n, H] fp32, head [U, H], labels [n] and best [n, m] as places in the subset (best:
     -1 outside), chances [n, m]. Returns (loss, candidates [n, k], their logits [n, k + 1], right);
     the last column of the logits is the label's.
     """
@@ -42,7 +42,7 @@ class SubsetLoss(torch.autograd.Function):
         wanted = (1 - hard) * chances * inside
         best = best.clamp_min(0)
         total = hidden.new_zeros(())
-        slopes = torch.empty(len(hidden), len(head), dtype=torch.bfloat16)
+        slopes = torch.empty(len(hidden), len(head), dtype=head.dtype)
         candidates, values = [], []
         for begin in range(0, len(hidden), slice_rows):
             rows = slice(begin, begin + slice_rows)
@@ -79,7 +79,7 @@ def losses(selector, hidden, embedding, subset, labels, previous, best, chances,
 
     labels, previous and best are token ids, chances the target's probabilities of `best`.
     """
-    head = embedding[subset.tokens].bfloat16()
+    head = embedding[subset.tokens]
     label = subset.place[labels]
     place = subset.place[best]
     unary, candidates, values, right = SubsetLoss.apply(

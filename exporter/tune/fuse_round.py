@@ -123,7 +123,7 @@ def fuse_round(target: ir.Model, draft: ir.Model, target_info: TargetInfo, draft
 def _name_for_each_product(graph: ir.Graph) -> None:
     """Let no two integer products have a weight of one name; the second name is for the same bytes.
 
-    Where ONNX Runtime makes such weights unsigned (`bundle.ort_options.EXACT_PRODUCTS`), it fails to do so
+    Where ONNX Runtime makes such weights unsigned (`bundle.ort_exact`), it fails to do so
     twice for one name.
     """
     taken: set[ir.Value] = set()

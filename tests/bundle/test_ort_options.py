@@ -9,6 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import dflash_deploy
+from dflash_deploy.bundle import ort_exact
 from dflash_deploy.bundle.ort_options import SPIN_US, session_options
 
 CHANNELS, OUTPUTS, ZERO = 64, 32, 128
@@ -49,6 +50,13 @@ def test_the_largest_int8_sums_are_exact_on_this_processor(rows, activation):
     np.testing.assert_array_equal(sums, float((activation - ZERO) * 127 * CHANNELS))
 
 
+def test_the_setting_is_the_one_that_was_found(monkeypatch):
+    monkeypatch.setattr(ort_exact, "exact_setting", lambda _: ort_exact.AS_IT_IS)
+    assert session_options(ort).get_session_config_entry(ort_exact.KEY) == ort_exact.AS_IT_IS
+    monkeypatch.setattr(ort_exact, "exact_setting", lambda _: None)
+    assert session_options(ort).get_session_config_entry(ort_exact.KEY) == ort_exact.UNSIGNED
+
+
 def test_options_say_threads_and_where_weights_are(tmp_path):
     options = session_options(ort, 3, tmp_path)
     assert options.intra_op_num_threads == 3
@@ -60,7 +68,7 @@ def test_options_say_threads_and_where_weights_are(tmp_path):
 def test_no_session_over_a_bundle_is_opened_without_them():
     """Sessions of a benchmark of the machine and of `dflash doctor` are over models of their own."""
     root = Path(dflash_deploy.__file__).parent
-    own = {"bundle/ort_options.py", "runtime/doctor.py", "benchmarks/round_profile.py"}
+    own = {"bundle/ort_options.py", "bundle/ort_exact.py", "runtime/doctor.py", "benchmarks/round_profile.py"}
     code = [
         p
         for part in ("bundle", "runtime", "exporter", "bench", "demo", "commands", "benchmarks", "plugins")

@@ -15,7 +15,7 @@ from onnx import helper
 from dflash_deploy.bundle.errors import BundleError, EngineError, ProviderError, RequestError
 from dflash_deploy.bundle.manifest import Verify
 from dflash_deploy.bundle.tensors import DRAFT, TARGET, DType
-from dflash_deploy.runtime import ort_engine
+from dflash_deploy.runtime import decoder, ort_engine
 from dflash_deploy.runtime.decoder import Decoder
 from dflash_deploy.runtime.ort_engine import PROVIDERS, check_provider, effective_threads, runner_from_onnx
 from dflash_deploy.runtime.stats import Mode
@@ -365,6 +365,38 @@ def test_changed_weights(bundle):
     with pytest.raises(BundleError, match=rf"{WEIGHTS}: got SHA-256"):
         Decoder.open(bundle)
     Decoder.open(bundle, verify=Verify.SIZES).close()
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_changed_weights_are_the_reason_whatever_their_reading_gave(bundle, monkeypatch, readable):
+    """They are hashed while they are read, and nothing of them stays."""
+    data = bytearray((bundle / WEIGHTS).read_bytes())
+    data[10] ^= 1
+    (bundle / WEIGHTS).write_bytes(data)
+    closed = []
+
+    class Runner:
+        def close(self):
+            closed.append(self)
+
+    def runners(*_, **__):
+        if not readable:
+            raise ProviderError("no memory")
+        return Runner(), Runner()
+
+    monkeypatch.setattr(decoder, "runners_from_bundle", runners)
+    with pytest.raises(BundleError, match=rf"{WEIGHTS}: got SHA-256"):
+        Decoder.open(bundle)
+    assert len(closed) == (2 if readable else 0)
+
+
+def test_a_changed_graph_is_found_before_anything_is_read(bundle, monkeypatch):
+    data = bytearray((bundle / "draft.onnx").read_bytes())
+    data[-1] ^= 1
+    (bundle / "draft.onnx").write_bytes(data)
+    monkeypatch.setattr(decoder, "runners_from_bundle", lambda *_, **__: pytest.fail("was read"))
+    with pytest.raises(BundleError, match=r"draft\.onnx: got SHA-256"):
+        Decoder.open(bundle)
 
 
 def test_no_bundle(tmp_path):
