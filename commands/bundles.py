@@ -60,10 +60,12 @@ def export_command(
     if quantize is None and was_given("max_perplexity_ratio"):
         raise click.UsageError("--max-perplexity-ratio: belongs to --quantize")
     if dry_run:
+        from ..exporter.export import check_space
         from ..exporter.forecast import forecast_export
 
         forecast = forecast_export(target, draft, output, DType(dtype), max_length, progress_on_screen())
         click.echo("\n".join(forecast.lines(rounded=quantize is not None)))
+        check_space(forecast.bytes, forecast.free_bytes)
         return
     if quantize is not None:
         from ..exporter.quantize.bundle import export_quantized

@@ -77,7 +77,8 @@ def export_bundle(
     pair.check_weights(progress)
     sides = {"target": pair.target, "draft": pair.draft}
     with atomic_directory(Path(output)) as work:
-        _check_space(pair, dtype, work)
+        need = dtype.bytes * (_numbers(pair.target) + _numbers(pair.draft))
+        check_space(need, shutil.disk_usage(work).free)
         bundle = pair.plan(dtype)
         graphs: dict[str, GraphInfo] = {}
         for side in sides.values():
@@ -236,10 +237,12 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _check_space(pair: Pair, dtype: DType, directory: Path) -> None:
-    """Refuse before the first byte if the weights cannot fit."""
-    need = dtype.bytes * (_numbers(pair.target) + _numbers(pair.draft))
-    free = shutil.disk_usage(directory).free
+def check_space(need: int, free: int) -> None:
+    """Refuse before the first byte if what is to be written cannot fit.
+
+    Raises:
+        OutputError: `need` bytes are more than `free`.
+    """
     if need > free:
         raise OutputError(
             f"output: got {free / 1e9:.2f} GB free, expected at least {need / 1e9:.2f} GB; "

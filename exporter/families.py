@@ -23,7 +23,8 @@ def pair_from_sources(target: str, draft: str) -> Pair:
     Raises:
         CheckpointError, UnsupportedError, PairError: see there.
     """
-    return pair_from_checkpoints(checkpoint_from_source(target), checkpoint_from_source(draft))
+    small = checkpoint_from_source(draft)  # a wrong one is not to be found out behind a large target
+    return pair_from_checkpoints(checkpoint_from_source(target), small)
 
 
 def pair_from_checkpoints(target: Checkpoint, draft: Checkpoint) -> Pair:

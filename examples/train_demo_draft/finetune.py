@@ -15,7 +15,7 @@ from train import optimisers_for, pick_anchors, save_state
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    end: float  # time.time() at which the learning rate reaches zero
+    seconds: float  # of processor time: a process that is stopped for a while loses nothing
     sequences: int = 12  # per step
     anchors: int = 96  # per sequence
     learning_rate: float = 6e-4
@@ -83,25 +83,25 @@ class Meter:
 
 def finetune(draft: Draft, embedding: torch.Tensor, data: Stored, c: FinetuneConfig,
              state_path: Path, at_checkpoint: Callable[[int, float], None]) -> None:  # fmt: skip
-    """Train until `c.end`; a state at `state_path` is taken up."""
+    """Train for `c.seconds` in all; a state at `state_path` is taken up."""
     optimisers = optimisers_for(draft, c.learning_rate)
-    step, began = 0, time.time()
+    step, began = 0, time.process_time()
     if state_path.exists():
         state = torch.load(state_path, weights_only=True)
         draft.load_state_dict(state["draft"])
         for optimiser, saved in zip(optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
-        step, began = state["step"], time.time() - state["elapsed"]
+        step, began = state["step"], time.process_time() - state["elapsed"]
 
     def save() -> None:
-        save_state(state_path, draft, optimisers, step, time.time() - began)
-        at_checkpoint(step, time.time() - began)
+        elapsed = time.process_time() - began
+        save_state(state_path, draft, optimisers, step, elapsed)
+        at_checkpoint(step, elapsed)
 
     frequent = data.frequent(c.frequent, embedding.shape[0])
     order = Order(data, c.sequences, seed=step + 1000 * c.part, part=c.part, parts=c.parts)
     saved_at, meter = time.time(), Meter()
-    while (now := time.time()) < c.end:
-        progress = (now - began) / (c.end - began)
+    while (progress := (time.process_time() - began) / c.seconds) < 1:
         rate = min(1.0, (step + 1) / c.warmup_steps) * 0.5 * (1 + math.cos(math.pi * progress))
         for optimiser in optimisers:
             optimiser.zero_grad(set_to_none=True)
@@ -115,7 +115,7 @@ def finetune(draft: Draft, embedding: torch.Tensor, data: Stored, c: FinetuneCon
         step += 1
         meter.add(parts)
         if step % c.log_every == 0:
-            seconds = time.time() - began
+            seconds = time.process_time() - began
             print(f"train {seconds:.0f}s step {step} round {order.rounds} {meter.line()}", flush=True)
         if time.time() - saved_at > c.checkpoint_s:
             save()

@@ -14,7 +14,6 @@ Needs torch, safetensors and numpy only. The README names the allocator settings
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 import torch
@@ -25,14 +24,13 @@ from finetune import FinetuneConfig, finetune
 from stored import Stored
 from target import Llama, read_blocks
 
-
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     steps = parser.add_subparsers(dest="step", required=True)
-    gathering, fit = CollectConfig(), FinetuneConfig(end=0.0)
+    gathering, fit = CollectConfig(), FinetuneConfig(seconds=0.0)
     for name in ("collect", "train", "average", "evaluate"):
         step = steps.add_parser(name)
         step.add_argument("--work", type=Path, required=True, help="stores and training state")
@@ -44,7 +42,9 @@ def parsed_arguments() -> argparse.Namespace:
         if name in ("collect", "train"):
             step.add_argument("--dtype", choices=_DTYPES, required=True, help="of matrix products")
             step.add_argument("--part", type=int, required=True, help="this process, from 0")
-            step.add_argument("--seconds", type=float, required=True, help="of wall-clock time")
+            step.add_argument(
+                "--seconds", type=float, required=True, help="of the clock; train: of the processor"
+            )
         if name == "collect":
             step.add_argument("--rows", type=int, default=gathering.rows)
             step.add_argument("--slots", type=int, default=gathering.slots)
@@ -84,7 +84,7 @@ def run_train(args: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(draft.config, indent=2))
     config = FinetuneConfig(
-        end=time.time() + args.seconds,
+        seconds=args.seconds,
         sequences=args.sequences,
         learning_rate=args.learning_rate,
         gamma=args.gamma,

@@ -11,13 +11,16 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from dflash_deploy.bundle.errors import CheckpointError, DflashError, OutputError, PairError, UnsupportedError
 from dflash_deploy.bundle.manifest import Verify, manifest_from_bundle
 from dflash_deploy.bundle.tensors import DType
+from dflash_deploy.cli import cli
 from dflash_deploy.exporter import export as export_module
-from dflash_deploy.exporter import source_files
+from dflash_deploy.exporter import families, source_files
+from dflash_deploy.exporter.checkpoint import Checkpoint, checkpoint_from_source
 from dflash_deploy.exporter.export import export_bundle
 from originals import tiny_target, zlab_draft
 
@@ -156,6 +159,41 @@ def test_full_disk_is_refused_before_the_first_byte(
     with pytest.raises(OutputError, match="GB free, expected at least"):
         export_bundle(str(pair[0]), str(pair[1]), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_on_a_full_disk_says_all_and_fails(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    arguments = [
+        "export",
+        "--target",
+        str(pair[0]),
+        "--draft",
+        str(pair[1]),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    result = CliRunner().invoke(cli, [*arguments, "--dry-run"])
+    assert result.exit_code == OutputError.exit_code
+    assert "NOT ENOUGH" in result.stdout
+    assert "GB free, expected at least" in result.stderr
+
+
+def test_a_wrong_draft_is_found_before_a_target_is_opened(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    def open_it(source: str) -> Checkpoint:
+        opened.append(source)
+        return checkpoint_from_source(source)
+
+    monkeypatch.setattr(families, "checkpoint_from_source", open_it)
+    with pytest.raises(CheckpointError):
+        export_bundle(str(pair[0]), str(tmp_path / "missing"), tmp_path / "out")
+    assert opened == [str(tmp_path / "missing")]
 
 
 def refused(kind: type[DflashError], match: str, target: Path, draft: Path, tmp_path: Path) -> None:
