@@ -8,7 +8,14 @@ from typing import Any
 
 import click
 
-from .shared import bundle_argument, progress_on_screen, prompts_from_file, text_from_file, was_given
+from .shared import (
+    bundle_argument,
+    let_torch_sleep,
+    progress_on_screen,
+    prompts_from_file,
+    text_from_file,
+    was_given,
+)
 
 _DTYPES = ("float32", "float16", "bfloat16")
 
@@ -164,6 +171,7 @@ def parity_command(
     bundle: Path, target: str | None, draft: str | None, prompts: Path | None, json_file: Path | None
 ) -> None:
     """Compare a bundle with the originals; exit code 1 if it differs."""
+    let_torch_sleep()
     from ..bundle.errors import ParityError
     from ..bundle.places import check_place, write_json
     from ..exporter.parity.run import parity_report

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from .shared import console_on_screen, progress_on_screen
+from .shared import console_on_screen, let_torch_sleep, progress_on_screen
 
 _DEMOS = ("dflash2", "simple")
 
@@ -75,6 +75,7 @@ def doctor_command(as_json: bool) -> None:
 )
 def demo_command(output: Path, prompt: str | None, max_new_tokens: int, family: str) -> None:
     """Take a pair the whole way, from checkpoints to text; a real one unless another family is asked for."""
+    let_torch_sleep()
     if family == "simple":
         from ..demo.simple import run_simple_demo
 

@@ -65,8 +65,8 @@ def runners_from_bundle(
 
         if manifest.quantization is not None and exact_setting(onnxruntime()) is None:
             raise ProviderError(
-                "provider cpu: this onnxruntime adds int8 products wrong on this processor, so this bundle's "
-                "tokens would not be those it was checked with; use the float32 one"
+                "provider cpu: this onnxruntime does not add int8 products right on this processor, so this "
+                "bundle's tokens would not be those it was checked with; use the float32 one"
             )
         tuned = manifest.tuned if provider == "cpu" else {}
         names = {TARGET: TOGETHER if together else ALONE, DRAFT: DRAFT_ALONE}

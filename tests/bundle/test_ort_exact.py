@@ -75,8 +75,16 @@ def test_a_processor_that_cuts_sums_off(cut_off, found, monkeypatch):
     assert ort_exact.exact_setting(library) == found, "asked once a process"
 
 
+def test_a_library_without_the_operator_adds_nothing_right():
+    def fails(*_, **__):
+        raise RuntimeError("no such operator")
+
+    library = types.SimpleNamespace(__version__="0", SessionOptions=_Options, InferenceSession=fails)
+    assert ort_exact.exact_setting(library) is None
+
+
 def test_a_rounded_bundle_is_refused_where_no_setting_is_exact(monkeypatch, tmp_path):
     monkeypatch.setattr(backends, "exact_setting", lambda _: None)
     manifest = types.SimpleNamespace(quantization=object(), dtype=DType.FLOAT32, tuned={}, graphs={})
-    with pytest.raises(ProviderError, match=r"adds int8 products wrong .* use the float32 one"):
+    with pytest.raises(ProviderError, match=r"does not add int8 products right .* use the float32 one"):
         backends.runners_from_bundle(tmp_path, manifest)

@@ -254,3 +254,16 @@ def test_options_at_their_defaults_are_no_fault(bundle):
 def test_unknown_options_are_the_users_fault():
     assert _run("export", "--nonsense").exit_code == 2
     assert _run("build-engine", "x", "--backend", "cuda").exit_code == 2
+
+
+@pytest.mark.parametrize("arguments", [("parity", "nowhere"), ("demo", "--output", "taken")])
+@pytest.mark.parametrize("chosen", [None, "ACTIVE"])
+def test_torch_waits_asleep_unless_told_otherwise(arguments, chosen, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that what the command sets is undone
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    if chosen is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
+    assert _run(*arguments).exit_code != 0
+    assert os.environ["OMP_WAIT_POLICY"] == (chosen or "PASSIVE")

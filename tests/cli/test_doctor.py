@@ -155,3 +155,17 @@ def test_the_command_prints_the_report(report, monkeypatch):
     assert all(finding.name in table.output for finding in report.findings)
     as_json = CliRunner().invoke(cli, ["doctor", "--json"])
     assert json.loads(as_json.output) == report.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("setting", "status", "text"),
+    [
+        ("0", doctor.Status.GOOD, "exact, weights as they are"),
+        ("1", doctor.Status.GOOD, "exact, weights made unsigned"),
+        (None, doctor.Status.BAD, "wrong on this processor"),
+    ],
+)
+def test_whether_int8_sums_are_exact(setting, status, text):
+    finding = doctor._sums_finding(setting)
+    assert finding.status is status
+    assert text in finding.text
