@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ..bundle.errors import ProviderError, RequestError, field_error
@@ -95,12 +95,17 @@ def runners_from_bundle(
         ahead = thread.submit(load, DRAFT) if backend == ONNXRUNTIME and provider == "cpu" else None
         try:
             target = load(TARGET)
+            try:
+                return target, load(DRAFT) if ahead is None else ahead.result()
+            except BaseException:
+                target.close()
+                raise
         except BaseException:
-            if ahead is not None and ahead.exception() is None:
-                ahead.result().close()
+            if ahead is not None:
+                ahead.add_done_callback(_close)  # an interrupt does not wait for it
             raise
-        try:
-            return target, load(DRAFT) if ahead is None else ahead.result()
-        except BaseException:
-            target.close()
-            raise
+
+
+def _close(loaded: Future[GraphRunner]) -> None:
+    if loaded.exception() is None:
+        loaded.result().close()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from onnx import helper
 from dflash_deploy.bundle.errors import BundleError, EngineError, ProviderError, RequestError
 from dflash_deploy.bundle.manifest import Verify
 from dflash_deploy.bundle.tensors import DRAFT, TARGET, DType
-from dflash_deploy.runtime import decoder, ort_engine
+from dflash_deploy.runtime import backends, decoder, ort_engine
 from dflash_deploy.runtime.decoder import Decoder
 from dflash_deploy.runtime.ort_engine import PROVIDERS, check_provider, effective_threads, runner_from_onnx
 from dflash_deploy.runtime.stats import Mode
@@ -397,6 +398,41 @@ def test_a_changed_graph_is_found_before_anything_is_read(bundle, monkeypatch):
     monkeypatch.setattr(decoder, "runners_from_bundle", lambda *_, **__: pytest.fail("was read"))
     with pytest.raises(BundleError, match=r"draft\.onnx: got SHA-256"):
         Decoder.open(bundle)
+
+
+@pytest.mark.parametrize("first", ["target fails", "draft fails", "interrupt in target"])
+def test_nothing_is_left_open_when_one_model_cannot_be_read(bundle, manifest_of, monkeypatch, first):
+    """Both are read at once; whichever ends first, and also if the user has had enough meanwhile."""
+    manifest, closed, draft_may_end = manifest_of(bundle), [], threading.Event()
+
+    class Runner:
+        def __init__(self, name):
+            self.name = name
+
+        def close(self):
+            closed.append(self.name)
+
+    def load(_directory, info, *_):
+        name = TARGET if info.file.startswith(TARGET) else DRAFT
+        if name == TARGET:
+            if first == "interrupt in target":
+                threading.Timer(0.05, draft_may_end.set).start()
+                raise KeyboardInterrupt
+            if first == "target fails":
+                draft_may_end.set()
+                raise EngineError("no memory")
+            draft_may_end.set()
+        elif not draft_may_end.wait(10):
+            pytest.fail("the target was never read")
+        elif first == "draft fails":
+            raise EngineError("no memory")
+        return Runner(name)
+
+    monkeypatch.setattr(ort_engine, "runner_from_onnx", load)
+    expected = KeyboardInterrupt if first == "interrupt in target" else EngineError
+    with pytest.raises(expected):
+        backends.runners_from_bundle(bundle, manifest)
+    assert closed == [TARGET if first == "draft fails" else DRAFT]
 
 
 def test_no_bundle(tmp_path):
