@@ -38,7 +38,7 @@ from .int4 import BLOCK
 from .int8 import DOMAIN
 from .linear import groups_of, weight_name
 from .measure import cut, score, windows
-from .rounding import calibrated, round_weights
+from .rounding import Rounding, calibrated, round_weights
 from .store import Weights
 
 _ROWS = "one scale an output; activations in 255 steps, one scale a row"
@@ -84,17 +84,13 @@ def quantize_bundle(
     """
     progress = progress or NullProgress()
     bundle = Path(bundle)
-    check_writable(Path(output))  # before any work
-    if Path(output).resolve().is_relative_to(bundle.resolve()):
+    output = Path(output)
+    check_writable(output)  # before any work
+    if output.resolve().is_relative_to(bundle.resolve()):
         raise field_error(OutputError, "output", str(output), "a place outside the bundle that is read")
-    if bits not in SCHEMES and not (bits == FLOAT_BITS and draft_vocabulary is not None):
-        raise field_error(
-            RequestError, "bits", bits, f"8 or 4, or {FLOAT_BITS} where the draft's vocabulary is reduced"
-        )
+    _check_numbers(bits, max_perplexity_ratio, draft_vocabulary)
     if vocabulary_text is not None and draft_vocabulary is None:
         raise field_error(RequestError, "vocabulary_text", "a text", "none without draft_vocabulary")
-    if not max_perplexity_ratio > 0:
-        raise field_error(RequestError, "max_perplexity_ratio", max_perplexity_ratio, "a number > 0")
     with progress.stage("check bundle"):
         manifest = manifest_from_bundle(bundle, Verify.HASHES)
         _check(manifest)
@@ -122,30 +118,13 @@ def quantize_bundle(
     if bits in SCHEMES:
         with progress.stage("calibrate"):
             rounding = calibrated(bundle, original, groups, head, calibration, bits)
-    with atomic_directory(Path(output)) as work:
-        with progress.stage("write weights"), Weights(work) as weights:
-            graphs = dict(manifest.graphs)
-            for name, model in models.items():
-                if rounding is not None and name in (TARGET, DRAFT):
-                    round_weights(model, rounding, weights)
-                graphs[name] = _save(model, name, manifest.graphs[name], work, weights)
-            _copy_others(manifest, bundle, work)
-        if ROUND in graphs:
-            graphs[ROUND] = round_to_bundle(work, graphs, manifest.target, manifest.draft)
-        tuned = tuned_graphs(work, graphs[TARGET], manifest.target.cache, graphs[DRAFT])
-        files = {p.relative_to(work).as_posix(): file_info(p) for p in sorted(work.rglob("*")) if p.is_file()}
-        made = replace(manifest, graphs=graphs, files=files, engines={}, tuned=tuned)
+    with atomic_directory(output) as work:
+        with progress.stage("write weights"):
+            made = _write(bundle, manifest, models, rounding, work)
         if rounding is not None:
             with progress.stage("check quality"):
                 info = _quality(bundle, original, work, made, check, ids, SCHEMES[bits])
-                if not info.perplexity_ratio <= max_perplexity_ratio:
-                    raise field_error(
-                        OutputError,
-                        "perplexity",
-                        f"{info.perplexity_ratio:.4f} x that of float32",
-                        f"at most {max_perplexity_ratio}",
-                        "allow more, or use " + ("the float32 bundle" if bits == 8 else "8 bits"),
-                    )
+                _check_quality(info, max_perplexity_ratio, bits)
             made = replace(made, quantization=info)
         check_manifest(made)
         manifest_to_file(made, work)
@@ -176,6 +155,15 @@ def export_quantized(
         between = Path(work) / "float32"
         export_bundle(target, draft, between, DType.FLOAT32, max_length, progress, round_graph)
         return quantize_bundle(between, output, None, max_perplexity_ratio, progress, bits)
+
+
+def _check_numbers(bits: int, max_perplexity_ratio: float, draft_vocabulary: int | None) -> None:
+    if bits not in SCHEMES and not (bits == FLOAT_BITS and draft_vocabulary is not None):
+        raise field_error(
+            RequestError, "bits", bits, f"8 or 4, or {FLOAT_BITS} where the draft's vocabulary is reduced"
+        )
+    if not max_perplexity_ratio > 0:
+        raise field_error(RequestError, "max_perplexity_ratio", max_perplexity_ratio, "a number > 0")
 
 
 def _check(manifest: Manifest) -> None:
@@ -224,6 +212,24 @@ def _head(model: ir.Model) -> str:
     return weight_name(products[-1])
 
 
+def _write(
+    bundle: Path, manifest: Manifest, models: dict[str, ir.Model], rounding: Rounding | None, work: Path
+) -> Manifest:
+    """Write all files of the new bundle but its manifest, which is returned; the models are changed."""
+    graphs = dict(manifest.graphs)
+    with Weights(work) as weights:
+        for name, model in models.items():
+            if rounding is not None and name in (TARGET, DRAFT):
+                round_weights(model, rounding, weights)
+            graphs[name] = _save(model, name, manifest.graphs[name], work, weights)
+        _copy_others(manifest, bundle, work)
+    if ROUND in graphs:
+        graphs[ROUND] = round_to_bundle(work, graphs, manifest.target, manifest.draft)
+    tuned = tuned_graphs(work, graphs[TARGET], manifest.target.cache, graphs[DRAFT])
+    files = {p.relative_to(work).as_posix(): file_info(p) for p in sorted(work.rglob("*")) if p.is_file()}
+    return replace(manifest, graphs=graphs, files=files, engines={}, tuned=tuned)
+
+
 def _save(model: ir.Model, name: str, info: GraphInfo, work: Path, weights: Weights) -> GraphInfo:
     """Write a graph; every weight that it has outside goes to the new file."""
     stored = weights.take(model.graph)
@@ -261,3 +267,14 @@ def _quality(
         tokens=len(before.surprise),
         ids_sha256=hashlib.sha256(np.array(ids, "<i8").tobytes()).hexdigest(),
     )
+
+
+def _check_quality(info: QuantizationInfo, max_perplexity_ratio: float, bits: int) -> None:
+    if not info.perplexity_ratio <= max_perplexity_ratio:
+        raise field_error(
+            OutputError,
+            "perplexity",
+            f"{info.perplexity_ratio:.4f} x that of float32",
+            f"at most {max_perplexity_ratio}",
+            "allow more, or use " + ("the float32 bundle" if bits == 8 else "8 bits"),
+        )
