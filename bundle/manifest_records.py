@@ -240,3 +240,8 @@ class Manifest:
     engines: dict[str, EngineInfo] = field(default_factory=dict)
     quantization: QuantizationInfo | None = None
     tuned: dict[str, GraphInfo] = field(default_factory=dict)
+
+    def is_rounded(self, graph: str | None = None) -> bool:
+        """Whether a graph's weights are integers, or those of any; such graphs are for the CPU alone."""
+        names = self.graphs if graph is None else (graph,)
+        return any(INT8 in self.graphs[name].passes for name in names)

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from . import tuned
 from .errors import BundleError, field_error
-from .manifest_records import INT8, MANIFEST, TAP_CONVENTION, Manifest, ProposalLaw, graph_file
+from .manifest_records import MANIFEST, TAP_CONVENTION, Manifest, ProposalLaw, graph_file
 from .round_graph import ROUND, round_io
 from .tensors import DRAFT, MOST_SLOTS, TARGET, draft_io, target_io
 
@@ -107,13 +107,13 @@ def _check_proposals(manifest: Manifest, need: Need) -> None:
 
 
 def _check_quantization(manifest: Manifest, need: Need) -> None:
-    """Rounded graphs are described, and figures are possible ones."""
-    rounded = any(INT8 in graph.passes for graph in manifest.graphs.values())
+    """A rounded target is described, and figures are possible ones."""
+    rounded = manifest.is_rounded(TARGET)
     need(
         rounded == (manifest.quantization is not None),
         "quantization",
         None if manifest.quantization is None else manifest.quantization.scheme,
-        "a description, for the graphs were rounded" if rounded else "none, for no graph was rounded",
+        "a description, for the target was rounded" if rounded else "none, for the target was not rounded",
     )
     if manifest.quantization is not None:
         figures = manifest.quantization

@@ -58,12 +58,12 @@ def runners_from_bundle(
         from .ort_engine import check_provider, runner_from_onnx
 
         check_provider(provider, manifest.dtype)  # before any weight is read
-        if manifest.quantization is not None and provider != "cpu":
+        if manifest.is_rounded() and provider != "cpu":
             raise ProviderError(
-                f"provider {provider}: int8 and int4 bundles are for the CPU; use the float32 or float16 one"
+                f"provider {provider}: int8 and int4 weights are for the CPU; use a float32 or float16 bundle"
             )
 
-        if manifest.quantization is not None and exact_setting(onnxruntime()) is None:
+        if manifest.is_rounded() and exact_setting(onnxruntime()) is None:
             raise ProviderError(
                 "provider cpu: this onnxruntime does not add int8 products right on this processor, so this "
                 "bundle's tokens would not be those it was checked with; use the float32 one"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bundle.manifest import Manifest, Verify, manifest_from_bundle
-from ..bundle.tensors import DType
+from ..bundle.tensors import DRAFT, DType
 from ..bundle.tuned import PURPOSES
 from .text import TextCodec
 
@@ -57,6 +57,7 @@ def describe_bundle(directory: Path, verify: Verify = Verify.HASHES) -> dict[str
             "mask_token_id": draft.mask_token_id,
             "mask_token": _token(codec, draft.mask_token_id),
             "vocab_size": draft.draft_vocab_size,
+            "rounded": manifest.is_rounded(DRAFT),
             "cache_bytes_per_token": draft.cache.bytes(1, 1),
             **special,
         },
@@ -102,7 +103,7 @@ def description_lines(found: dict[str, Any]) -> list[str]:
     rows = [
         ("bundle", found["name"]),
         ("precision", found["precision"] + _apart(found["float32_parts"])),
-        *_rounding(found["quantization"]),
+        *_rounding(found["quantization"], draft["rounded"]),
         ("longest", f"{found['max_length']} tokens"),
         ("target", f"{target['family']}, {target['layers']} layers, hidden {target['hidden_size']}"),
         ("vocabulary", f"{target['vocab_size']} ids, {target['embedding_rows']} embedding rows"),
@@ -151,9 +152,9 @@ def _apart(float32_parts: list[str]) -> str:
     return f", {', '.join(float32_parts)} in float32" if float32_parts else ""
 
 
-def _rounding(quantization: dict[str, Any] | None) -> list[tuple[str, str]]:
+def _rounding(quantization: dict[str, Any] | None, draft_rounded: bool) -> list[tuple[str, str]]:
     if quantization is None:
-        return []
+        return [("draft weights", "int8; those of the target are not rounded")] if draft_rounded else []
     quality = (
         f"perplexity {quantization['perplexity_ratio']:.4f} x that of float32, the same greedy choice in "
         f"{quantization['greedy_agreement']:.1%} of {quantization['tokens']} places"

@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from dflash_deploy.bundle.manifest import Verify, manifest_from_bundle
 from dflash_deploy.bundle.tensors import DType
+from dflash_deploy.exporter.bundle_graphs import DraftGraph
 from dflash_deploy.exporter.export import export_bundle
 from originals import speculators_draft, tiny_target, zlab_draft
+
+ANCHOR = 77
 
 
 @dataclass(frozen=True)
@@ -141,3 +147,13 @@ def exported(name: str, folder: Path) -> TinyBundle:
     pair = TinyBundle(folder / "bundle", folder / "target", folder / "draft")
     export_bundle(str(pair.target), str(pair.draft), pair.bundle, dtype)
     return pair
+
+
+def drafted(bundle: Path, seed: int) -> dict[str, NDArray[Any]]:
+    """What a draft gives behind random features, and the anchor `ANCHOR`."""
+    manifest = manifest_from_bundle(bundle, Verify.SIZES)
+    graph, random = DraftGraph(bundle, manifest), np.random.default_rng(seed)
+    size = len(manifest.draft.taps) * manifest.target.hidden_size
+    graph.reset(64)
+    features = random.standard_normal((1, 20, size)).astype(np.float32)
+    return graph.run(features, 0, 20, ANCHOR, manifest.draft.block_size, kv=64)

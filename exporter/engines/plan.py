@@ -119,9 +119,9 @@ def plan_engines(
         BundleError: a graph cannot be read.
     """
     chosen = backend_from_name(backend)
-    if manifest.quantization is not None:
+    if manifest.is_rounded():
         raise ProviderError(
-            f"backend {backend}: runs no int8 or int4 bundles: they are of ONNX Runtime's own operators; "
+            f"backend {backend}: runs no int8 or int4 weights: they are for ONNX Runtime's own operators; "
             "build from the float32 or float16 bundle of the pair"
         )
     generations = check_generations(chosen, compute_capabilities)

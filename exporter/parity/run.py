@@ -61,7 +61,7 @@ def parity_report(
     directory = Path(bundle)
     with progress.stage("check files and sources"):
         manifest = manifest_from_bundle(directory)
-        if manifest.quantization is not None:
+        if manifest.is_rounded():
             raise UnsupportedError(
                 "parity: this bundle's weights are rounded to integers, and its originals' are not; check "
                 "the float32 bundle that it was made from. `dflash inspect` shows what the rounding did"

@@ -16,7 +16,6 @@ import onnx_ir as ir
 from ...bundle.errors import BundleError, OutputError, RequestError, UnsupportedError, field_error
 from ...bundle.files import atomic_directory, check_writable, safe_path
 from ...bundle.manifest import (
-    INT8,
     WEIGHT_FILE,
     GraphInfo,
     Manifest,
@@ -35,7 +34,6 @@ from ..tune.bundle import tuned_graphs
 from ..tune.fuse_round import round_to_bundle
 from .draft_vocabulary import check_size, likeliest, reduced
 from .int4 import BLOCK
-from .int8 import DOMAIN
 from .linear import groups_of, weight_name
 from .measure import cut, score, windows
 from .rounding import Rounding, calibrated, round_weights
@@ -47,7 +45,7 @@ SCHEMES = {
     4: f"int4 weights of the target's layers, {BLOCK} a scale, as are activations; the others int8, {_ROWS}",
 }
 """By the bits of the target's layers' weights."""
-FLOAT_BITS = 32
+DRAFT_BITS, FLOAT_BITS = 8, 32
 MAX_PERPLEXITY_RATIO = 1.02
 _LEAST_TOKENS = 256
 
@@ -61,6 +59,7 @@ def quantize_bundle(
     bits: int = 8,
     draft_vocabulary: int | None = None,
     vocabulary_text: str | Sequence[int] | None = None,
+    draft_bits: int | None = None,
 ) -> Manifest:
     """Write a bundle with int8 or int4 weights and check what that does to the target.
 
@@ -72,9 +71,11 @@ def quantize_bundle(
         max_perplexity_ratio: largest perplexity allowed, over that of the float32 target.
         progress: is told about stages.
         bits: of the weights of the target's layers, 8 or 4; the head and the draft have 8. `FLOAT_BITS`
-            rounds nothing, and is for a `draft_vocabulary` alone.
+            leaves the target as it is, and so its tokens; it is for a cheaper draft alone.
         draft_vocabulary: tokens among which the draft is to propose; None leaves them all.
         vocabulary_text: a text, or its token ids, in which the likeliest are counted; None takes `text`.
+        draft_bits: of the weights of the draft, 8 or, with a target of `FLOAT_BITS`, that; None takes 8 where
+            the target is rounded, and `FLOAT_BITS` where it is not.
 
     Raises:
         BundleError: the bundle is missing or damaged, or is not float32.
@@ -88,7 +89,9 @@ def quantize_bundle(
     check_writable(output)  # before any work
     if output.resolve().is_relative_to(bundle.resolve()):
         raise field_error(OutputError, "output", str(output), "a place outside the bundle that is read")
-    _check_numbers(bits, max_perplexity_ratio, draft_vocabulary)
+    draft_bits = _check_bits(bits, draft_bits, draft_vocabulary)
+    if not max_perplexity_ratio > 0:
+        raise field_error(RequestError, "max_perplexity_ratio", max_perplexity_ratio, "a number > 0")
     if vocabulary_text is not None and draft_vocabulary is None:
         raise field_error(RequestError, "vocabulary_text", "a text", "none without draft_vocabulary")
     with progress.stage("check bundle"):
@@ -104,7 +107,7 @@ def quantize_bundle(
     models = {name: ir.load(safe_path(bundle, info.file)) for name, info in portable.items()}
     head = _head(models[TARGET])
     groups = groups_of(models[TARGET], head)
-    if not any(head not in group.names for group in groups):
+    if bits in SCHEMES and not any(head not in group.names for group in groups):
         raise UnsupportedError(
             f"quantize: the target ({manifest.target.family}) has no attention or MLP weights that it knows "
             "by name; only targets of transformers are quantised"
@@ -114,14 +117,18 @@ def quantize_bundle(
         with progress.stage("choose the draft's vocabulary"):
             kept = likeliest(bundle, manifest, cut(said), draft_vocabulary)
             manifest = reduced(manifest, models, head, kept)
-    rounding = None
+    roundings: dict[str, Rounding] = {}
     if bits in SCHEMES:
         with progress.stage("calibrate"):
-            rounding = calibrated(bundle, original, groups, head, calibration, bits)
+            roundings = dict.fromkeys(
+                (TARGET, DRAFT), calibrated(bundle, original, groups, head, calibration, bits)
+            )
+    elif draft_bits in SCHEMES:
+        roundings = {DRAFT: Rounding(head)}
     with atomic_directory(output) as work:
         with progress.stage("write weights"):
-            made = _write(bundle, manifest, models, rounding, work)
-        if rounding is not None:
+            made = _write(bundle, manifest, models, roundings, work)
+        if bits in SCHEMES:
             with progress.stage("check quality"):
                 info = _quality(bundle, original, work, made, check, ids, SCHEMES[bits])
                 _check_quality(info, max_perplexity_ratio, bits)
@@ -157,17 +164,25 @@ def export_quantized(
         return quantize_bundle(between, output, None, max_perplexity_ratio, progress, bits)
 
 
-def _check_numbers(bits: int, max_perplexity_ratio: float, draft_vocabulary: int | None) -> None:
-    if bits not in SCHEMES and not (bits == FLOAT_BITS and draft_vocabulary is not None):
+def _check_bits(bits: int, draft_bits: int | None, draft_vocabulary: int | None) -> int:
+    """The bits of the draft's weights."""
+    if bits not in (*SCHEMES, FLOAT_BITS):
+        raise field_error(RequestError, "bits", bits, f"8, 4 or {FLOAT_BITS}")
+    if draft_bits is None:
+        draft_bits = FLOAT_BITS if bits == FLOAT_BITS else DRAFT_BITS
+    allowed = (DRAFT_BITS, FLOAT_BITS) if bits == FLOAT_BITS else (DRAFT_BITS,)
+    if draft_bits not in allowed:
+        expected = " or ".join(map(str, allowed))
+        raise field_error(RequestError, "draft_bits", draft_bits, f"{expected} beside a target of {bits}")
+    if draft_bits == FLOAT_BITS and draft_vocabulary is None:
         raise field_error(
-            RequestError, "bits", bits, f"8 or 4, or {FLOAT_BITS} where the draft's vocabulary is reduced"
+            RequestError, "bits", bits, f"8 or 4, or {FLOAT_BITS} with draft_bits or draft_vocabulary"
         )
-    if not max_perplexity_ratio > 0:
-        raise field_error(RequestError, "max_perplexity_ratio", max_perplexity_ratio, "a number > 0")
+    return draft_bits
 
 
 def _check(manifest: Manifest) -> None:
-    if manifest.quantization is not None:
+    if manifest.is_rounded():
         raise BundleError("quantize: this bundle is quantised already; give the float32 one")
     if manifest.dtype is not DType.FLOAT32:
         raise field_error(
@@ -213,15 +228,20 @@ def _head(model: ir.Model) -> str:
 
 
 def _write(
-    bundle: Path, manifest: Manifest, models: dict[str, ir.Model], rounding: Rounding | None, work: Path
+    bundle: Path,
+    manifest: Manifest,
+    models: dict[str, ir.Model],
+    roundings: dict[str, Rounding],
+    work: Path,
 ) -> Manifest:
     """Write all files of the new bundle but its manifest, which is returned; the models are changed."""
     graphs = dict(manifest.graphs)
     with Weights(work) as weights:
         for name, model in models.items():
-            if rounding is not None and name in (TARGET, DRAFT):
-                round_weights(model, rounding, weights)
-            graphs[name] = _save(model, name, manifest.graphs[name], work, weights)
+            info = manifest.graphs[name]
+            if name in roundings:
+                info = replace(info, passes=(*info.passes, *round_weights(model, roundings[name], weights)))
+            graphs[name] = _save(model, name, info, work, weights)
         _copy_others(manifest, bundle, work)
     if ROUND in graphs:
         graphs[ROUND] = round_to_bundle(work, graphs, manifest.target, manifest.draft)
@@ -233,12 +253,8 @@ def _write(
 def _save(model: ir.Model, name: str, info: GraphInfo, work: Path, weights: Weights) -> GraphInfo:
     """Write a graph; every weight that it has outside goes to the new file."""
     stored = weights.take(model.graph)
-    passes = info.passes
-    if DOMAIN in model.opset_imports:
-        kinds = {node.op_type for node in model.graph}
-        passes = (*passes, *(["int4"] if "MatMulNBits" in kinds else []), "smooth", INT8)
-    file = graph_to_file(model, work, name, passes)
-    return replace(info, file=file, weights=(WEIGHT_FILE,) if stored else (), passes=passes)
+    file = graph_to_file(model, work, name, info.passes)
+    return replace(info, file=file, weights=(WEIGHT_FILE,) if stored else ())
 
 
 def _copy_others(manifest: Manifest, bundle: Path, work: Path) -> None:

@@ -5,14 +5,15 @@ Shapes: K channels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 
-from ...bundle.manifest import Manifest
+from ...bundle.errors import UnsupportedError
+from ...bundle.manifest import INT8, Manifest
 from . import draft_vocabulary, int4
 from .int8 import DOMAIN, replace_embedding, replace_group
 from .linear import Array, Group, array_of, groups_of
@@ -27,15 +28,15 @@ class Rounding:
 
     Attributes:
         head: name of the target's head.
-        of_head: [K], factors of the head's channels.
+        of_head: [K], factors of the head's channels; None where the target keeps it as it is.
         factors: of the channels before other groups, by the names of their weights.
         powers: of the channels before groups whose weights get four bits, likewise.
     """
 
     head: str
-    of_head: Array
-    factors: dict[tuple[str, ...], Array]
-    powers: dict[tuple[str, ...], Array]
+    of_head: Array | None = None
+    factors: Mapping[tuple[str, ...], Array] = field(default_factory=dict)
+    powers: Mapping[tuple[str, ...], Array] = field(default_factory=dict)
 
 
 def calibrated(
@@ -66,12 +67,23 @@ def calibrated(
     return Rounding(head, of_head, factors, powers)
 
 
-def round_weights(model: ir.Model, rounding: Rounding, weights: Weights) -> None:
-    """Round what is worth it; a target's groups in `powers` to four bits, all others to eight."""
+def round_weights(model: ir.Model, rounding: Rounding, weights: Weights) -> tuple[str, ...]:
+    """Round what is worth it; a target's groups in `powers` to four bits, all others to eight.
+
+    Returns:
+        What was done, as passes of the graph.
+
+    Raises:
+        UnsupportedError: no weight is known by its name.
+    """
     head, of_head = rounding.head, rounding.of_head
     graph = model.graph
     place = weights.placer(graph)
-    for group in groups_of(model, head):
+    groups = groups_of(model, head)
+    if not groups:
+        raise UnsupportedError("quantize: the draft has no attention, MLP or head weights known by name")
+    four = any(group.names in rounding.powers for group in groups)
+    for group in groups:
         if group.names in rounding.powers:
             int4.replace_group(graph, group, group.weights(), rounding.powers[group.names], place)
             continue
@@ -89,11 +101,13 @@ def round_weights(model: ir.Model, rounding: Rounding, weights: Weights) -> None
             graph.insert_before(group.nodes[0], divided)
             group = replace(group, source=divided.outputs[0])
         replace_group(graph, group, [weight * chosen for weight in group.weights()], place)
-    for node in list(graph):
-        value = node.inputs[0] if node.op_type == "Gather" and not node.domain else None
-        if value is not None and value.name == head:
-            replace_embedding(graph, node, head, of_head, place)
+    if of_head is not None:
+        for node in list(graph):
+            value = node.inputs[0] if node.op_type == "Gather" and not node.domain else None
+            if value is not None and value.name == head:
+                replace_embedding(graph, node, head, of_head, place)
     model.opset_imports[DOMAIN] = 1
+    return (*(["int4"] if four else []), *(["smooth"] if rounding.factors else []), INT8)
 
 
 def _name(value: ir.Value) -> str:

@@ -235,8 +235,13 @@ def test_a_missing_checkpoint_in_a_fresh_process(tmp_path, arguments):
         ),
         (
             (*_QUANTIZE, "--bits", 32, "--draft-vocabulary", 9, "--max-perplexity-ratio", 1.02),
-            "--max-perplexity-ratio: --bits 32 rounds nothing",
+            "--max-perplexity-ratio: --bits 32 leaves the target as it is",
         ),
+        (
+            (*_QUANTIZE, "--bits", 32, "--draft-bits", 8, "--max-perplexity-ratio", 1.02),
+            "--max-perplexity-ratio: --bits 32 leaves the target as it is",
+        ),
+        ((*_QUANTIZE, "--draft-bits", 32), "--draft-bits 32: belongs to --bits 32"),
     ],
 )
 def test_options_that_would_be_ignored_are_the_users_fault(arguments, words):

@@ -9,7 +9,6 @@ from dflash_deploy.bundle.errors import RequestError, UnsupportedError
 from dflash_deploy.bundle.manifest import (
     DRAFT_VOCABULARY,
     ProposalLaw,
-    Verify,
     manifest_alone,
     manifest_from_bundle,
 )
@@ -25,7 +24,7 @@ from dflash_deploy.bundle.tensors import (
     UNARY_LOGITS,
 )
 from dflash_deploy.cli import cli
-from dflash_deploy.exporter.bundle_graphs import BundleGraph, DraftGraph, TargetGraph
+from dflash_deploy.exporter.bundle_graphs import BundleGraph, TargetGraph
 from dflash_deploy.exporter.parity.run import parity_report
 from dflash_deploy.exporter.quantize.bundle import FLOAT_BITS, quantize_bundle
 from dflash_deploy.exporter.quantize.draft_vocabulary import likeliest
@@ -34,13 +33,12 @@ from dflash_deploy.runtime.decoder import Decoder
 from dflash_deploy.runtime.inspect_bundle import describe_bundle, description_lines
 from dflash_deploy.runtime.sampling import Sampling
 from dflash_deploy.runtime.stats import Mode
+from tiny_bundles import ANCHOR, drafted, exported
 from tiny_bundles import TARGET as TINY
-from tiny_bundles import exported
 
 VOCABULARY = TINY["vocab_size"]
 IDS = np.random.default_rng(5).integers(0, VOCABULARY, 512).tolist()
 KEPT = 40
-ANCHOR = 77
 LOOSE = 3.0  # of perplexity: random weights
 
 
@@ -54,16 +52,6 @@ def reduced(request, pair, tmp_path_factory):
     output = tmp_path_factory.mktemp("reduced") / "bundle"
     quantize_bundle(pair.bundle, output, IDS, LOOSE, bits=request.param, draft_vocabulary=KEPT)
     return output
-
-
-def drafted(bundle, seed):
-    """What a draft gives behind random features."""
-    manifest = manifest_from_bundle(bundle, Verify.SIZES)
-    graph, random = DraftGraph(bundle, manifest), np.random.default_rng(seed)
-    size = len(manifest.draft.taps) * manifest.target.hidden_size
-    graph.reset(64)
-    features = random.standard_normal((1, 20, size)).astype(np.float32)
-    return graph.run(features, 0, 20, ANCHOR, manifest.draft.block_size, kv=64)
 
 
 def test_plain_and_speculative_tokens_are_the_same(reduced):
@@ -200,7 +188,7 @@ def test_command(pair, tmp_path):
     text.write_text("too short", encoding="utf-8")
     base = ["quantize", str(pair.bundle), "--output", str(tmp_path / "b")]
     for options, said in (
-        (["--bits", "32"], "--bits 32 rounds nothing"),
+        (["--bits", "32"], "--bits 32 leaves the target as it is: give --draft-bits 8 or --draft-voc"),
         (["--draft-vocabulary-text", str(text)], "say with --draft-vocabulary how many"),
         (["--bits", "32", "--draft-vocabulary", "40"], "no tokenizer"),
     ):
