@@ -10,8 +10,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import numpy as np
-
 KEY = "session.x64quantprecision"
 AS_IT_IS, UNSIGNED = "0", "1"
 """What the key may say: weights as they are, or made unsigned where the library takes that to be needed."""
@@ -53,6 +51,8 @@ def exact_setting(ort: Any) -> str | None:
 
 def adds_right(ort: Any, setting: str) -> bool:
     """Add the largest products for 1 to 5 rows, zeros of the activations and their largest value."""
+    import numpy as np  # it comes with onnxruntime, and whoever reads a manifest alone needs neither
+
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1

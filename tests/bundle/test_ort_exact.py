@@ -85,6 +85,6 @@ def test_a_library_without_the_operator_adds_nothing_right():
 
 def test_a_rounded_bundle_is_refused_where_no_setting_is_exact(monkeypatch, tmp_path):
     monkeypatch.setattr(backends, "exact_setting", lambda _: None)
-    manifest = types.SimpleNamespace(quantization=object(), dtype=DType.FLOAT32, tuned={}, graphs={})
+    manifest = types.SimpleNamespace(quantization=object(), dtype=DType.FLOAT32, is_rounded=lambda: True)
     with pytest.raises(ProviderError, match=r"does not add int8 products right .* use the float32 one"):
         backends.runners_from_bundle(tmp_path, manifest)
