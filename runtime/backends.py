@@ -102,7 +102,7 @@ def runners_from_bundle(
                 raise
         except BaseException:
             if ahead is not None:
-                ahead.add_done_callback(_close)  # an interrupt does not wait for it
+                ahead.add_done_callback(_close)  # at once, or as soon as it is there
             raise
 
 

@@ -98,8 +98,10 @@ def quantize_bundle(
         manifest = manifest_from_bundle(bundle, Verify.HASHES)
         _check(manifest)
         _check_links(bundle, manifest)
-        ids = _tokens(bundle, manifest, text)
-        calibration, check = windows(ids)
+        if bits in SCHEMES or (draft_vocabulary is not None and vocabulary_text is None):
+            ids = _tokens(bundle, manifest, text)
+        if bits in SCHEMES:
+            calibration, check = windows(ids)
         if draft_vocabulary is not None:
             check_size(manifest, draft_vocabulary)
             said = ids if vocabulary_text is None else _tokens(bundle, manifest, vocabulary_text)
@@ -123,7 +125,7 @@ def quantize_bundle(
             roundings = dict.fromkeys(
                 (TARGET, DRAFT), calibrated(bundle, original, groups, head, calibration, bits)
             )
-    elif draft_bits in SCHEMES:
+    elif draft_bits == DRAFT_BITS:
         roundings = {DRAFT: Rounding(head)}
     with atomic_directory(output) as work:
         with progress.stage("write weights"):
@@ -176,7 +178,10 @@ def _check_bits(bits: int, draft_bits: int | None, draft_vocabulary: int | None)
         raise field_error(RequestError, "draft_bits", draft_bits, f"{expected} beside a target of {bits}")
     if draft_bits == FLOAT_BITS and draft_vocabulary is None:
         raise field_error(
-            RequestError, "bits", bits, f"8 or 4, or {FLOAT_BITS} with draft_bits or draft_vocabulary"
+            RequestError,
+            "bits",
+            bits,
+            f"8 or 4, or {FLOAT_BITS} with draft_bits={DRAFT_BITS} or draft_vocabulary",
         )
     return draft_bits
 

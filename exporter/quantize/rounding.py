@@ -81,7 +81,10 @@ def round_weights(model: ir.Model, rounding: Rounding, weights: Weights) -> tupl
     place = weights.placer(graph)
     groups = groups_of(model, head)
     if not groups:
-        raise UnsupportedError("quantize: the draft has no attention, MLP or head weights known by name")
+        raise UnsupportedError(
+            "quantize: the draft has no attention, MLP or head weights known by name; only drafts of "
+            "transformers are rounded, use the float32 bundle"
+        )
     four = any(group.names in rounding.powers for group in groups)
     for group in groups:
         if group.names in rounding.powers:

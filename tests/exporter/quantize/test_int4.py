@@ -167,7 +167,7 @@ def test_what_is_worse_than_allowed_is_refused_and_the_earlier_bundle_stays(pair
 
 
 def test_other_numbers_of_bits_are_refused(pair, tmp_path):
-    with pytest.raises(RequestError, match=r"bits: got 3, expected 8 or 4"):
+    with pytest.raises(RequestError, match="bits: got 3, expected 8, 4 or 32"):
         quantize_bundle(pair.bundle, tmp_path / "bundle", IDS, bits=3)
     result = CliRunner().invoke(cli, ["quantize", str(pair.bundle), "--output", "x", "--bits", "3"])
     assert result.exit_code == 2

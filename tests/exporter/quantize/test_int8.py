@@ -227,7 +227,7 @@ def test_where_an_int8_bundle_does_not_run_is_said(rounded):
     manifest = manifest_from_bundle(rounded, Verify.SIZES)
     with pytest.raises(UnsupportedError, match="rounded to integers"):
         parity_report(rounded, None, None, ["hello"])
-    with pytest.raises(ProviderError, match="runs no int8 or int4 bundles"):
+    with pytest.raises(ProviderError, match="runs no int8 or int4 weights"):
         plan_engines(rounded, manifest, "tensorrt-rtx", ["8.9"], (), BuildOptions())
 
 
