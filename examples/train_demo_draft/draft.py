@@ -251,6 +251,22 @@ def load_draft(folder: Path) -> Draft:
     return draft
 
 
+def grow(draft: Draft, count: int) -> Draft:
+    """The same function with `count` layers in all: each new one starts as the last one, adding nothing."""
+    config = draft.config | {"num_hidden_layers": count, "layer_types": ["full_attention"] * count}
+    grown, old, state = Draft(config), len(draft.layers), draft.state_dict()
+    if count < old:
+        raise ValueError(f"the draft has {old} layers, more than {count}")
+    for name, value in list(state.items()):
+        prefix = f"layers.{old - 1}."
+        for index in range(old, count) if name.startswith(prefix) else ():
+            adds_nothing = name.endswith(("o_proj.weight", "down_proj.weight"))
+            new = name.replace(prefix, f"layers.{index}.")
+            state[new] = torch.zeros_like(value) if adds_nothing else value.clone()
+    grown.load_state_dict(state)
+    return grown
+
+
 def save_weights(draft: Draft, path: Path) -> None:
     tensors = {k: v.detach().to("cpu", torch.bfloat16) for k, v in draft.state_dict().items()}
     save_file({k: v.contiguous() for k, v in tensors.items()}, path, metadata={"format": "pt"})

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from collect import CollectConfig, collect
-from draft import load_draft, save_weights
+from draft import grow, load_draft, save_weights
 from evaluate import acceptance
 from finetune import FinetuneConfig, finetune
 from stored import Stored
@@ -51,6 +51,7 @@ def parsed_arguments() -> argparse.Namespace:
             step.add_argument("--taps", type=int, nargs="*", default=[1, 8, 14, 21, 27])
         if name == "train":
             step.add_argument("--init", type=Path, required=True, help="draft folder")
+            step.add_argument("--layers", type=int, default=None, help="default: as many as --init has")
             step.add_argument("--sequences", type=int, default=fit.sequences)
             step.add_argument("--learning-rate", type=float, default=fit.learning_rate)
             step.add_argument("--gamma", type=float, default=fit.gamma)
@@ -80,6 +81,7 @@ def run_train(args: argparse.Namespace) -> None:
     _, weights = read_blocks(args.data / "target_blocks.safetensors")
     embedding = weights["model.embed_tokens.weight"].float()
     draft = load_draft(args.init)
+    draft = grow(draft, args.layers or len(draft.layers))
     out = args.work / f"draft{args.part}"
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(draft.config, indent=2))
