@@ -20,6 +20,7 @@ class FinetuneConfig:
     anchors: int = 96  # per sequence
     learning_rate: float = 6e-4
     warmup_steps: int = 30
+    easy: float = 0.25  # share of the easy tokens where blocks start, once they are marked
     gamma: float = 3.0  # row i of a block is kept with probability exp(-i / gamma)
     hard: float = 0.5  # share of the token that came in the mixture; the rest is the target's law
     frequent: int = 6144  # tokens that are always in the loss
@@ -34,7 +35,7 @@ def step_loss(draft: Draft, embedding: torch.Tensor, frequent: torch.Tensor, bat
               c: FinetuneConfig) -> dict[str, torch.Tensor]:  # fmt: skip
     """As train.step_loss, with rows drawn by their weight instead of weighted, and stored targets."""
     ids, length = batch.ids, batch.ids.shape[1]
-    anchors, used = pick_anchors(batch.starts, batch.lengths, length, c.anchors)
+    anchors, used = pick_anchors(batch.starts, batch.lengths, length, c.anchors, batch.hard, c.easy)
     with torch.autocast("cpu", torch.bfloat16, c.dtype == torch.bfloat16):
         hidden = draft(batch.features.to(c.dtype), ids, anchors, embedding)  # [B, A, N - 1, H]
     ahead = torch.arange(1, draft.block)

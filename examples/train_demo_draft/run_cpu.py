@@ -1,12 +1,15 @@
 """Go on training a draft on a few CPU cores: one process per core, one command each.
 
     python3 run_cpu.py collect --data DIR --work DIR --part 0 --parts 2 --seconds 1500
+    python3 run_cpu.py mark --data DIR --work DIR --init DRAFT
     python3 run_cpu.py train --data DIR --work DIR --part 0 --parts 2 --seconds 3000 --init DRAFT
     python3 run_cpu.py average --work DIR --parts 2 --out DIR
     python3 run_cpu.py evaluate --data DIR --work DIR --draft DIR
 
 `--data` holds what prepare.py wrote. `collect` answers whole user turns; `train` may start once
 the first answers are there and takes in later ones as they come. Both go on where they stopped.
+`mark`, which may be left out, finds the tokens that the draft does not foresee yet: `train` starts
+blocks there, and only at a share `--easy` of the others.
 Each part trains its own weights on its share of the conversations; `average` is their mean.
 Needs torch, safetensors and numpy only. The README names the allocator settings that matter.
 `--dtype` is the one of matrix products: bf16 is several times faster with AMX, slower without.
@@ -21,6 +24,7 @@ from collect import CollectConfig, collect
 from draft import grow, load_draft, save_weights
 from evaluate import acceptance
 from finetune import FinetuneConfig, finetune
+from mark import mark
 from stored import Stored
 from target import Llama, read_blocks
 
@@ -31,16 +35,19 @@ def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     steps = parser.add_subparsers(dest="step", required=True)
     gathering, fit = CollectConfig(), FinetuneConfig(seconds=0.0)
-    for name in ("collect", "train", "average", "evaluate"):
+    for name in ("collect", "mark", "train", "average", "evaluate"):
         step = steps.add_parser(name)
         step.add_argument("--work", type=Path, required=True, help="stores and training state")
         step.add_argument("--threads", type=int, default=1)
         if name != "average":
             step.add_argument("--data", type=Path, required=True)
-        if name != "evaluate":
+        if name not in ("mark", "evaluate"):
             step.add_argument("--parts", type=int, default=2, help="processes in all")
-        if name in ("collect", "train"):
+        if name in ("collect", "mark", "train"):
             step.add_argument("--dtype", choices=_DTYPES, required=True, help="of matrix products")
+        if name in ("mark", "train"):
+            step.add_argument("--init", type=Path, required=True, help="draft folder")
+        if name in ("collect", "train"):
             step.add_argument("--part", type=int, required=True, help="this process, from 0")
             step.add_argument(
                 "--seconds", type=float, required=True, help="of the clock; train: of the processor"
@@ -50,10 +57,11 @@ def parsed_arguments() -> argparse.Namespace:
             step.add_argument("--slots", type=int, default=gathering.slots)
             step.add_argument("--taps", type=int, nargs="*", default=[1, 8, 14, 21, 27])
         if name == "train":
-            step.add_argument("--init", type=Path, required=True, help="draft folder")
             step.add_argument("--layers", type=int, default=None, help="default: as many as --init has")
             step.add_argument("--sequences", type=int, default=fit.sequences)
             step.add_argument("--learning-rate", type=float, default=fit.learning_rate)
+            step.add_argument("--anchors", type=int, default=fit.anchors, help="in a conversation")
+            step.add_argument("--easy", type=float, default=fit.easy, help="share of blocks at easy tokens")
             step.add_argument("--gamma", type=float, default=fit.gamma)
             step.add_argument("--hard", type=float, default=fit.hard)
             step.add_argument("--checkpoint-s", type=float, default=fit.checkpoint_s)
@@ -77,6 +85,14 @@ def run_collect(args: argparse.Namespace) -> None:
     collect(target, args.taps, turns, tokens, config, args.work / f"store{args.part}", args.seconds)
 
 
+def run_mark(args: argparse.Namespace) -> None:
+    _, weights = read_blocks(args.data / "target_blocks.safetensors")
+    stored = Stored(store_folders(args.work))
+    embedding = weights["model.embed_tokens.weight"].float()
+    frequent = FinetuneConfig(seconds=0.0).frequent
+    mark(load_draft(args.init), embedding, stored, _DTYPES[args.dtype], frequent)
+
+
 def run_train(args: argparse.Namespace) -> None:
     _, weights = read_blocks(args.data / "target_blocks.safetensors")
     embedding = weights["model.embed_tokens.weight"].float()
@@ -89,6 +105,8 @@ def run_train(args: argparse.Namespace) -> None:
         seconds=args.seconds,
         sequences=args.sequences,
         learning_rate=args.learning_rate,
+        anchors=args.anchors,
+        easy=args.easy,
         gamma=args.gamma,
         hard=args.hard,
         dtype=_DTYPES[args.dtype],
@@ -135,7 +153,13 @@ def run_evaluate(args: argparse.Namespace) -> None:
 def main() -> None:
     args = parsed_arguments()
     torch.set_num_threads(args.threads)
-    steps = {"collect": run_collect, "train": run_train, "average": run_average, "evaluate": run_evaluate}
+    steps = {
+        "collect": run_collect,
+        "mark": run_mark,
+        "train": run_train,
+        "average": run_average,
+        "evaluate": run_evaluate,
+    }
     steps[args.step](args)
 
 

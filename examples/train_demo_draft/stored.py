@@ -19,6 +19,7 @@ class Batch:
     features: torch.Tensor  # [B, T, taps * H] bf16
     best: torch.Tensor  # [B, T, m], ids after each position
     chances: torch.Tensor  # [B, T, m], their probabilities
+    hard: torch.Tensor  # [B, T] bool, tokens that a draft did not foresee; all where nothing is marked
 
 
 class Stored:
@@ -51,6 +52,11 @@ class Stored:
                     "chances": read("chances", np.float16, STORED_TOKENS),
                 }
             )
+            marks = folder / "hard.bin"  # tokens that came after the marking are hard
+            known = np.fromfile(marks, np.uint8) if marks.exists() else np.ones(0, np.uint8)
+            hard = np.ones(total, np.uint8)
+            hard[: len(known)] = known
+            self.arrays[-1]["hard"] = hard
             reserved = {i for i, e in enumerate(index) if e["turn"] in self.reserved}
             held = [i for i in sorted(reserved) if not index[i]["sampled"]]
             base, owner = len(self.entries), len(self.arrays) - 1
@@ -96,6 +102,7 @@ class Stored:
             features=padded("features").view(torch.bfloat16),
             best=padded("best").to(torch.int64),
             chances=padded("chances").float(),
+            hard=padded("hard").bool(),
         )
 
 

@@ -79,10 +79,15 @@ class Batches:
         return ids, starts, lengths
 
 
-def pick_anchors(starts, lengths, length: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(anchors [B, A], used [B, A]): distinct answer positions that have a token after them."""
+def pick_anchors(starts, lengths, length: int, count: int, hard=None, easy: float = 1.0):
+    """(anchors [B, A], used [B, A]): distinct answer positions that have a token after them.
+
+    With `hard` [B, T] all the hard positions, or as many as fit, and a share `easy` of the others.
+    """
     at = torch.arange(length, device=starts.device)
     fits = (at >= starts[:, None]) & (at < lengths[:, None] - 1)
+    if hard is not None:
+        fits &= hard | (torch.rand(fits.shape, device=starts.device) < easy)
     order = torch.rand(fits.shape, device=starts.device) + fits
     if starts.device.type == "cpu":  # no anchors that are not used; a GPU would have to wait for this
         count = min(count, max(int(fits.sum(-1).max()), 1))

@@ -144,3 +144,44 @@ def test_answers_are_the_targets_own_and_training_learns_and_goes_on(draft, tmp_
     assert saved == [(15, 15.0), (30, 30.0)]
     assert len(losses) == 30  # the second call went on at step 15
     assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+
+
+def test_hard_tokens_are_those_that_the_first_proposal_misses(draft, tmp_path):
+    from finetune import FinetuneConfig, finetune
+    from mark import mark
+    from stored import Stored
+    from train import pick_anchors
+
+    target = collected(tmp_path / "store")
+    stored = Stored([tmp_path / "store"], held_out=1)
+    assert stored.batch([0]).hard[:, : stored.length[0]].all()  # nothing is marked yet
+    settings = FinetuneConfig(
+        seconds=2.0, sequences=4, anchors=8, learning_rate=5e-3, frequent=960, dtype=torch.float32
+    )
+    finetune(draft, target.embedding, stored, settings, tmp_path / "state.pt", lambda *_: None)
+    frequent = stored.frequent(960, 3840)
+    mark(draft, target.embedding, stored, torch.float32, 960)
+    stored.refresh()
+
+    kinds = set()
+    for index in (0, 7, 20):
+        batch, entry = stored.batch([index]), stored.entries[index]
+        hard, ids = batch.hard[0], batch.ids[0]
+        assert not hard[: entry["start"]].any()
+        assert not hard[entry["length"] :].any()
+        assert hard[entry["start"]]
+        draft.block = 2
+        for at in range(entry["start"] + 1, entry["length"]):
+            with torch.no_grad():
+                anchor = torch.tensor([[at - 1]])
+                hidden = draft(batch.features.float(), batch.ids, anchor, target.embedding)[0, 0]
+                top = (hidden @ target.embedding[frequent].T).topk(16, -1)
+                candidates = frequent[top.indices]
+                pair = draft.candidate_selector.pair_scores(hidden, ids[at - 1][None], candidates)
+            best = candidates[0, (top.values + pair).argmax()]
+            assert bool(hard[at]) == (int(best) != int(ids[at]))
+            kinds.add(bool(hard[at]))
+        draft.block = 4
+        anchors, used = pick_anchors(batch.starts, batch.lengths, len(ids), 96, batch.hard, 0.0)
+        assert torch.equal(anchors[used], hard[: entry["length"] - 1].nonzero()[:, 0])
+    assert kinds == {True, False}  # it learnt enough to foresee some
