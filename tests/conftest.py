@@ -28,18 +28,22 @@ def demo_draft() -> Path:
 
 
 @pytest.fixture(scope="session")
-def demo_bundle(demo_target: Path, demo_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of a run share; each has one of its own in it."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def demo_bundle(demo_target: Path, demo_draft: Path, run_folder: Path) -> Path:
     """The pair exported in float32, once for all processes of a run. Tests must not change it."""
     from filelock import FileLock
 
     from dflash_deploy.bundle.tensors import DType
     from dflash_deploy.exporter.export import export_bundle
 
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # that of the run; each process has one of its own in it
-    bundle = folder / "demo-bundle"
-    with FileLock(folder / "demo-bundle.lock"):
+    bundle = run_folder / "demo-bundle"
+    with FileLock(run_folder / "demo-bundle.lock"):
         if not bundle.exists():
             export_bundle(str(demo_target), str(demo_draft), bundle, DType.FLOAT32)
     return bundle

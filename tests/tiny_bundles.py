@@ -140,11 +140,16 @@ _PAIRS: dict[str, tuple[Callable[[Path], None], DType]] = {
 NAMES = tuple(_PAIRS)
 
 
+def in_folder(folder: Path) -> TinyBundle:
+    """Where `exported` puts it."""
+    return TinyBundle(folder / "bundle", folder / "target", folder / "draft")
+
+
 def exported(name: str, folder: Path) -> TinyBundle:
     """Make the pair of a name in `NAMES` in `folder`, and export it."""
     make, dtype = _PAIRS[name]
     make(folder)
-    pair = TinyBundle(folder / "bundle", folder / "target", folder / "draft")
+    pair = in_folder(folder)
     export_bundle(str(pair.target), str(pair.draft), pair.bundle, dtype)
     return pair
 

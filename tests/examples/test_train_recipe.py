@@ -164,7 +164,7 @@ def test_hard_tokens_are_those_that_the_first_proposal_misses(draft, tmp_path):
     stored.refresh()
 
     kinds = set()
-    for index in (0, 7, 20):
+    for index in range(0, len(stored.entries), 4):
         batch, entry = stored.batch([index]), stored.entries[index]
         hard, ids = batch.hard[0], batch.ids[0]
         assert not hard[: entry["start"]].any()

@@ -18,7 +18,7 @@ from dflash_deploy.runtime.decoder import Decoder
 from dflash_deploy.runtime.inspect_bundle import describe_bundle, description_lines
 from dflash_deploy.runtime.stats import Mode
 from tiny_bundles import TARGET as TINY
-from tiny_bundles import drafted, exported
+from tiny_bundles import drafted
 
 VOCABULARY = TINY["vocab_size"]
 IDS = np.random.default_rng(5).integers(0, VOCABULARY, 512).tolist()
@@ -35,8 +35,8 @@ def name(request):
 
 
 @pytest.fixture(scope="module")
-def pair(name, tmp_path_factory):
-    return exported(name, tmp_path_factory.mktemp("pair"))
+def pair(name, tiny_bundle):
+    return tiny_bundle(name)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from dflash_deploy.runtime.decoder import Decoder
 from dflash_deploy.runtime.inspect_bundle import describe_bundle, description_lines
 from dflash_deploy.runtime.sampling import Sampling
 from dflash_deploy.runtime.stats import Mode
-from tiny_bundles import ANCHOR, drafted, exported
+from tiny_bundles import ANCHOR, drafted
 from tiny_bundles import TARGET as TINY
 
 VOCABULARY = TINY["vocab_size"]
@@ -43,8 +43,8 @@ LOOSE = 3.0  # of perplexity: random weights
 
 
 @pytest.fixture(scope="module", params=["dflash2", "dflash", "speculators2"])
-def pair(request, tmp_path_factory):
-    return exported(request.param, tmp_path_factory.mktemp("pair"))
+def pair(request, tiny_bundle):
+    return tiny_bundle(request.param)
 
 
 @pytest.fixture(scope="module", params=[FLOAT_BITS, 8])

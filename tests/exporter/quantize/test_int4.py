@@ -19,15 +19,14 @@ from dflash_deploy.runtime.decoder import Decoder
 from dflash_deploy.runtime.service import Service, ServiceSettings
 from dflash_deploy.runtime.stats import Mode
 from tiny_bundles import TARGET as TINY
-from tiny_bundles import exported
 
 IDS = np.random.default_rng(5).integers(0, TINY["vocab_size"], 512).tolist()
 LOOSE = 3.0  # random weights have no shape that 16 steps could follow
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return exported("dflash2-grouped", tmp_path_factory.mktemp("pair"))
+def pair(tiny_bundle):
+    return tiny_bundle("dflash2-grouped")
 
 
 @pytest.fixture(scope="module")

@@ -35,15 +35,14 @@ from dflash_deploy.runtime.decoder import Decoder
 from dflash_deploy.runtime.inspect_bundle import describe_bundle, description_lines
 from dflash_deploy.runtime.stats import Mode
 from tiny_bundles import TARGET as TINY
-from tiny_bundles import exported
 
 IDS = np.random.default_rng(5).integers(0, TINY["vocab_size"], 4 * WINDOW).tolist()
 LOOSE = 1.2  # random weights have no outliers to smooth, and little to say
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return exported("dflash2", tmp_path_factory.mktemp("pair"))
+def pair(tiny_bundle):
+    return tiny_bundle("dflash2")
 
 
 @pytest.fixture(scope="module")

@@ -31,21 +31,21 @@ from dflash_deploy.runtime.service import Service, ServiceSettings
 from dflash_deploy.runtime.stats import Mode
 from originals import tiny_target
 from target_cases import graph_alone, options
-from tiny_bundles import TARGET, exported
+from tiny_bundles import TARGET
 
 CAPACITY = 96
 RANDOM = np.random.default_rng(3)
 
 
 @pytest.fixture(scope="module", params=["float32", "int8"])
-def bundle(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    pair = exported("dflash2-grouped", folder)
+def bundle(request, tiny_bundle, tmp_path_factory):
+    pair = tiny_bundle("dflash2-grouped")
     if request.param == "float32":
         return pair.bundle
     ids = RANDOM.integers(0, TARGET["vocab_size"], 512).tolist()
-    quantize_bundle(pair.bundle, folder / "int8", ids, max_perplexity_ratio=1.2)
-    return folder / "int8"
+    output = tmp_path_factory.mktemp("int8") / "bundle"
+    quantize_bundle(pair.bundle, output, ids, max_perplexity_ratio=1.2)
+    return output
 
 
 @pytest.fixture(scope="module")
