@@ -18,14 +18,16 @@ def from_op(value: ir.Value | None, op: str) -> ir.Node | None:
 
 def constant(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
     """An initialiser of the graph, made if there is none of the name."""
-    known = graph.initializers.get(name)
-    if known is not None:
-        return known
+    return graph.initializers.get(name) or stored(graph, name, ir.tensor(array, name=name))
+
+
+def stored(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    """A new initialiser of the graph."""
     value = ir.Value(
         name=name,
-        shape=ir.Shape(array.shape),
-        type=ir.TensorType(ir.DataType.from_numpy(np.asarray(array).dtype)),
-        const_value=ir.tensor(array, name=name),
+        shape=ir.Shape(tensor.shape.numpy()),
+        type=ir.TensorType(tensor.dtype),
+        const_value=tensor,
     )
     graph.register_initializer(value)
     return value

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ...bundle.manifest import WEIGHT_FILE
+from ..nodes import constant, stored
 
 SMALL_BYTES = 1024
 """What is not larger stays in the graph."""
@@ -79,17 +80,6 @@ class Placer:
 
     def __call__(self, name: str, array: NDArray[np.generic]) -> ir.Value:
         """Store an array under a name, once, and give the graph's value for it."""
-        known = self._graph.initializers.get(name)
-        if known is not None:
-            return known
-        tensor: ir.TensorProtocol = ir.tensor(array, name=name)
-        if array.nbytes > SMALL_BYTES:
-            tensor = self._weights.add(name, array)
-        value = ir.Value(
-            name=name,
-            shape=ir.Shape(array.shape),
-            type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
-            const_value=tensor,
-        )
-        self._graph.register_initializer(value)
-        return value
+        if array.nbytes <= SMALL_BYTES or name in self._graph.initializers:
+            return constant(self._graph, name, array)
+        return stored(self._graph, name, self._weights.add(name, array))
