@@ -5,6 +5,7 @@ The public names are imported on first use, so importing this package costs noth
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from .bundle.errors import DflashError as DflashError
     from .bundle.manifest import Manifest as Manifest
     from .runtime.decoder import Decoder as Decoder
+
+# onnxruntime's own builds for Linux (from 1.29 on) tell their maker about models and machines, which is
+# decided when the library is imported. A value that the user set stands.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __version__ = "0.1.0"
 

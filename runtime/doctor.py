@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ _TINY_MODEL = bytes.fromhex(
     "620f0a0179120a0a08080112040a02080142040a00100d"
 )
 _IMPORT_SECONDS = 60
+_TELEMETRY = "ORT_DISABLE_TELEMETRY"  # read by onnxruntime; the package sets it unless it is set
 _EXPORT_PACKAGES = (
     "torch",
     "transformers",
@@ -126,9 +128,15 @@ def _onnxruntime_findings() -> list[Finding]:
     available = onnxruntime.get_available_providers()
     return [
         version,
+        _telemetry_finding(os.environ.get(_TELEMETRY, "")),
         _sums_finding(exact_setting(onnxruntime)),
         *(_provider_finding(name, p.providers[0], p.remedy, available) for name, p in PROVIDERS.items()),
     ]
+
+
+def _telemetry_finding(setting: str) -> Finding:
+    off = "off, no device id is stored" if setting == "1" else "left to onnxruntime"
+    return Finding("telemetry", Status.GOOD, f"{off} ({_TELEMETRY}={setting})")
 
 
 def _sums_finding(setting: str | None) -> Finding:

@@ -69,6 +69,7 @@ def parsed_arguments() -> argparse.Namespace:
             step.add_argument("--out", type=Path, required=True)
         if name == "evaluate":
             step.add_argument("--draft", type=Path, nargs="+", required=True)
+            step.add_argument("--held-out", type=int, default=None, help="conversations [default: all]")
     return parser.parse_args()
 
 
@@ -143,7 +144,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
     stored = Stored(store_folders(args.work))
     answers = {
         "tests": [(t["prompt_ids"] + t["greedy_ids"], len(t["prompt_ids"])) for t in tests],
-        "held_out": [stored.one(index) for index in stored.held_out],
+        "held_out": [stored.one(index) for index in stored.held_out[: args.held_out]],
     }
     for folder in args.draft:
         draft = load_draft(folder)

@@ -62,9 +62,12 @@ def parity_report(
     with progress.stage("check files and sources"):
         manifest = manifest_from_bundle(directory)
         if manifest.is_rounded():
+            whose, hint = "draft's weights", "its target is that bundle's, as it was"
+            if manifest.is_rounded(TARGET):
+                whose, hint = "weights", "`dflash inspect` shows what the rounding did"
             raise UnsupportedError(
-                "parity: this bundle's weights are rounded to integers, and its originals' are not; check "
-                "the float32 bundle that it was made from. `dflash inspect` shows what the rounding did"
+                f"parity: this bundle's {whose} are rounded to integers, and the originals' are not; check "
+                f"the float32 bundle that it was made from; {hint}"
             )
         if DRAFT_VOCABULARY in manifest.graphs[DRAFT].passes:
             raise UnsupportedError(

@@ -199,7 +199,9 @@ def _check_links(bundle: Path, manifest: Manifest) -> None:
     """Refuse what onnx_ir would refuse in the middle of the work: weights that have a second name."""
     for name in dict.fromkeys(file for info in manifest.graphs.values() for file in info.weights):
         if (links := safe_path(bundle, name).stat().st_nlink) > 1:
-            raise BundleError(f"{name}: got a file with {links} hard links, expected 1; copy the bundle")
+            raise BundleError(
+                f"{name}: got a file with {links} hard links, expected 1; copy the bundle (cp -r)"
+            )
 
 
 def _tokens(bundle: Path, manifest: Manifest, text: str | Sequence[int] | None) -> list[int]:

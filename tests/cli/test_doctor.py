@@ -169,3 +169,11 @@ def test_whether_int8_sums_are_exact(setting, status, text):
     finding = doctor._sums_finding(setting)
     assert finding.status is status
     assert text in finding.text
+
+
+def test_what_onnxruntimes_telemetry_is_set_to_is_said(monkeypatch):
+    for value, text in {"1": "off, no device id is stored", "0": "left to onnxruntime"}.items():
+        monkeypatch.setenv("ORT_DISABLE_TELEMETRY", value)
+        found = {finding.name: finding for finding in examine_machine().findings}["telemetry"]
+        assert found.status is Status.GOOD
+        assert found.text == f"{text} (ORT_DISABLE_TELEMETRY={value})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import tomllib
@@ -204,3 +205,31 @@ def test_no_file_names_a_package_index():
         text = file.read_text(encoding="utf-8")
         assert "index-url" not in text
         assert "://" not in text.replace("https://mypy", ""), file
+
+
+_PRIVATE = """
+import dflash_deploy, onnxruntime, os
+from dflash_deploy.runtime.doctor import _TINY_MODEL
+onnxruntime.InferenceSession(_TINY_MODEL, providers=["CPUExecutionProvider"])
+print(os.environ["ORT_DISABLE_TELEMETRY"])
+"""
+
+
+def _run(code: str, home: Path, **more: str) -> str:
+    """Run it as a user would who has this home; onnxruntime says nothing where it sees CI or unit tests."""
+    hidden = ("CI", "ORT_RUNNING_UNIT_TESTS", "ORT_DISABLE_TELEMETRY")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), **more}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
+def test_onnxruntime_keeps_no_id_of_the_machine_and_tells_nobody(tmp_path):
+    """Its telemetry starts by storing an id in the cache folder."""
+    assert _run(_PRIVATE, tmp_path) == "1\n"
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_who_wants_onnxruntimes_telemetry_has_it(tmp_path):
+    said = "import dflash_deploy, os; print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    assert _run(said, tmp_path, ORT_DISABLE_TELEMETRY="0") == "0\n"
