@@ -112,9 +112,10 @@ def texts_from_file(file: Path) -> list[str]:
         RequestError: it cannot be read, or holds none.
     """
     try:
-        prompts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not also at U+2028 and its like
     except (OSError, UnicodeDecodeError) as cause:
         raise RequestError(f"prompts: {str(file)!r} cannot be read as text ({cause})") from cause
+    prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise RequestError(f"prompts: {str(file)!r} holds none, expected one a line")
     return prompts

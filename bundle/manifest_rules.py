@@ -82,6 +82,13 @@ def _check_draft(manifest: Manifest, need: Need) -> None:
             stop,
             f"0 <= id < {target.embedding_rows}",
         )
+    bos = manifest.tokenizer.bos_token_id
+    need(
+        bos is None or 0 <= bos < target.embedding_rows,
+        "tokenizer.bos_token_id",
+        bos,
+        f"0 <= id < {target.embedding_rows}, or none",
+    )
 
 
 def _check_proposals(manifest: Manifest, need: Need) -> None:

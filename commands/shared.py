@@ -39,7 +39,7 @@ def text_from_file(file: Path) -> str:
     from ..bundle.errors import RequestError
 
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as cause:
         raise RequestError(f"text: {str(file)!r} cannot be read ({cause})") from cause
 

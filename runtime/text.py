@@ -150,7 +150,10 @@ class TextCodec:
         try:
             ids = list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         except (TypeError, UnicodeEncodeError) as cause:
-            raise RequestError("prompt: is not valid Unicode text; check the terminal's encoding") from cause
+            raise RequestError(
+                "prompt: is not valid Unicode text, it has half a character in it; where it comes from a "
+                "terminal, check the terminal's encoding"
+            ) from cause
         while len(ids) > 1 and ids[0] == ids[1] == self._bos:
             del ids[0]  # the text brought one, the tokenizer added another
         return ids

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from dflash_deploy.bundle.errors import RequestError
 from dflash_deploy.runtime.accept import FinishReason
@@ -85,7 +85,7 @@ class ChatRequest(Strict):
     """OpenAI's fields; `top_k`, `min_p` and `repetition_penalty` are what other servers add to them."""
 
     model: str
-    messages: list[ChatMessage]
+    messages: list[ChatMessage] = Field(min_length=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None

@@ -140,8 +140,10 @@ def create_app(service: Service, model: str, deadline_s: float | None = None) ->
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":  # its place is a number of characters
+            return refused(f"the request is not JSON: {first['ctx']['error']}").response()
         place = ".".join(str(part) for part in first["loc"] if part != "body")
-        return refused(f"{place}: {first['msg']}", place or None).response()
+        return refused(f"{place or 'the request'}: {first['msg']}", place or None).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:

@@ -129,7 +129,9 @@ def plan_engines(
     limits = options.limits(manifest)
     for graph in graphs:
         if graph not in manifest.graphs:
-            raise field_error(RequestError, "graph", graph, "one of " + ", ".join(manifest.graphs))
+            there = [name for name in manifest.graphs if name in (TARGET, DRAFT, ROUND)]
+            remedy = "export with --round-graph" if graph == ROUND else ""
+            raise field_error(RequestError, "graph", graph, "one of " + ", ".join(there), remedy)
     engines = []
     for graph in dict.fromkeys(graphs or (TARGET, DRAFT)):
         profiles = plan_profiles(manifest, graph, limits, options.profiles(chosen))

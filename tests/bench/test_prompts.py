@@ -35,6 +35,8 @@ def test_a_file(tmp_path):
     file.write_text("one\n\ntwo\nthree\n")
     found = prompt_set(str(file), limit=2)
     assert (found.name, found.prompts) == ("mine.txt", ["one", "two"])
+    file.write_bytes("\ufeffone\r\n \r\ntwo\u2028and so on\r\n".encode())  # as an editor on Windows writes it
+    assert prompt_set(str(file)).prompts == ["one", "two\u2028and so on"]
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(RequestError, match="cannot be read as text"):
         prompt_set(str(file))

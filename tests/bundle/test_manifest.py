@@ -93,6 +93,7 @@ def _drop(*keys: str) -> Any:
         (_set("draft", "block_size", value=1), r"block_size: got 1, expected >= 1 row that proposes"),
         (_set("draft", "first_proposal_row", value=2), r"first_proposal_row: got 2, expected 0 or 1"),
         (_set("draft", "tap_convention", value="input of layer i"), r"tap_convention: got"),
+        (_set("tokenizer", "bos_token_id", value=-1), r"tokenizer.bos_token_id: got -1, expected 0 <= id"),
         (_set("draft", "taps", value=[]), r"draft.taps: got \(\), expected at least one tap"),
         (_set("draft", "taps", value=[4]), r"draft.taps: got 4, expected 0 <= tap < 4"),
         (_set("draft", "taps", value=[-1]), r"draft.taps: got -1, expected 0 <= tap < 4"),

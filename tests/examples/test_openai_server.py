@@ -321,6 +321,21 @@ def test_what_cannot_be_done_is_refused(server, fields, param, stream):
     assert "prompt" not in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"junk", "the request is not JSON: "),
+        (b"[]", "the request: Input should be a valid dictionary"),
+        (b'{"model": "toy", "messages": []}', "messages: List should have at least 1 item"),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_said_in_the_clients_terms(server, raw, message):
+    status, _, text = server.request("POST", PATH, raw=raw)
+    error = json.loads(text)["error"]
+    assert (status, error["param"]) == (400, "messages" if b"messages" in raw else None)
+    assert error["message"].startswith(message)
+
+
 def test_errors_have_openais_format(server):
     for method, path, raw, status in (
         ("POST", PATH, b"{", 400),

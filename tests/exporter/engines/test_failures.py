@@ -215,6 +215,10 @@ def test_what_cannot_be_built_for_is_refused_by_name(half):
         build_engines(half, "cuda")
     with pytest.raises(RequestError, match="graph: got 'encoder', expected one of target, draft"):
         build(half, ("encoder",))
+    with pytest.raises(
+        RequestError, match=r"graph: got 'round', expected one of target, draft; export with --r"
+    ):
+        build(half, ("round",))
     with pytest.raises(BundleError, match=r"no manifest\.json"):
         build(half / "nowhere")
 
