@@ -21,7 +21,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 _perplexity = click.option(
     "--max-perplexity-ratio",
-    type=click.FloatRange(min=1.0),
+    type=click.FloatRange(min=0.0, min_open=True),
     default=1.02,
     show_default=True,
     help="Refuse rounded weights that make the target's perplexity more than so many times larger.",

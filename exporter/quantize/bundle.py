@@ -90,8 +90,8 @@ def quantize_bundle(
     if output.resolve().is_relative_to(bundle.resolve()):
         raise field_error(OutputError, "output", str(output), "a place outside the bundle that is read")
     draft_bits = _check_bits(bits, draft_bits, draft_vocabulary)
-    if not max_perplexity_ratio >= 1:
-        raise field_error(RequestError, "max_perplexity_ratio", max_perplexity_ratio, "a number >= 1")
+    if not max_perplexity_ratio > 0:
+        raise field_error(RequestError, "max_perplexity_ratio", max_perplexity_ratio, "a number > 0")
     if vocabulary_text is not None and draft_vocabulary is None:
         raise field_error(RequestError, "vocabulary_text", "a text", "none without draft_vocabulary")
     with progress.stage("check bundle"):
