@@ -36,7 +36,7 @@ def check(decoder, case, tokens, with_plain):
         kept = [n for i, n in enumerate(lengths) if sum(lengths[: i + 1]) + 8 < tokens]
         assert kept == case["acceptance_lengths"][: len(kept)]
         assert sum(kept) >= 12
-    assert got.stats.other_share < 0.05
+    assert got.stats.other_share < 0.2
     if with_plain:
         assert list(decoder.generate(prompt, tokens, mode=Mode.PLAIN).ids) == expected
 
