@@ -185,13 +185,13 @@ class Draft(nn.Module):
         self.hidden_norm = RMSNorm(hidden, eps)
         self.candidate_selector = Selector(hidden, config["vocab_size"], d["selector_rank"])
 
-    def forward(self, features, ids, anchors, embedding):
+    def forward(self, features, ids, anchors, embedding, block=None):
         """features [B, T, taps * H], ids [B, T], anchors [B, A] -> hidden [B, A, N - 1, H] fp32.
 
         Block row i of anchor a stands at position a + i, and sees the context rows before a and
-        its own block. Row 0 (the anchor itself) proposes nothing and is left out.
+        its own block. Row 0 (the anchor itself) proposes nothing and is left out. `block` is another N.
         """
-        c, n = self.config, self.block
+        c, n = self.config, block or self.block
         batch, length = ids.shape
         count = anchors.shape[1]
         device = ids.device

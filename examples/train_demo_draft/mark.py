@@ -30,10 +30,9 @@ def foreseen(draft: Draft, embedding: torch.Tensor, tokens: torch.Tensor, batch:
     ids, length = batch.ids, batch.ids.shape[1]
     first = int(batch.starts.min())
     anchors = torch.arange(first, length - 1).expand(len(ids), -1)
-    whole, draft.block = draft.block, 2
     with torch.autocast("cpu", torch.bfloat16, dtype == torch.bfloat16):
-        hidden = draft(batch.features.to(dtype), ids, anchors, embedding)[:, :, 0]  # [B, T - 1 - first, H]
-    draft.block = whole
+        hidden = draft(batch.features.to(dtype), ids, anchors, embedding, block=2)
+    hidden = hidden[:, :, 0]  # [B, T - 1 - first, H]
     logits = F.linear(hidden.to(dtype), embedding[tokens].to(dtype)).float()
     values, places = logits.topk(draft.top_k, -1)
     candidates = tokens[places]

@@ -90,8 +90,7 @@ def run_mark(args: argparse.Namespace) -> None:
     _, weights = read_blocks(args.data / "target_blocks.safetensors")
     stored = Stored(store_folders(args.work))
     embedding = weights["model.embed_tokens.weight"].float()
-    frequent = FinetuneConfig(seconds=0.0).frequent
-    mark(load_draft(args.init), embedding, stored, _DTYPES[args.dtype], frequent)
+    mark(load_draft(args.init), embedding, stored, _DTYPES[args.dtype], FinetuneConfig.frequent)
 
 
 def run_train(args: argparse.Namespace) -> None:

@@ -170,18 +170,16 @@ def test_hard_tokens_are_those_that_the_first_proposal_misses(draft, tmp_path):
         assert not hard[: entry["start"]].any()
         assert not hard[entry["length"] :].any()
         assert hard[entry["start"]]
-        draft.block = 2
         for at in range(entry["start"] + 1, entry["length"]):
             with torch.no_grad():
                 anchor = torch.tensor([[at - 1]])
-                hidden = draft(batch.features.float(), batch.ids, anchor, target.embedding)[0, 0]
+                hidden = draft(batch.features.float(), batch.ids, anchor, target.embedding, block=2)[0, 0]
                 top = (hidden @ target.embedding[frequent].T).topk(16, -1)
                 candidates = frequent[top.indices]
                 pair = draft.candidate_selector.pair_scores(hidden, ids[at - 1][None], candidates)
             best = candidates[0, (top.values + pair).argmax()]
             assert bool(hard[at]) == (int(best) != int(ids[at]))
             kinds.add(bool(hard[at]))
-        draft.block = 4
         anchors, used = pick_anchors(batch.starts, batch.lengths, len(ids), 96, batch.hard, 0.0)
         assert torch.equal(anchors[used], hard[: entry["length"] - 1].nonzero()[:, 0])
     assert kinds == {True, False}  # it learnt enough to foresee some
